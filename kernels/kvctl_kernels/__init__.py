@@ -1,0 +1,1 @@
+"""Attention, cache and sampling kernels: one signature each, plain torch in `reference`. Imports no triton."""

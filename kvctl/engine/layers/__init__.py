@@ -1,0 +1,1 @@
+"""Layers the decoder models are built of."""

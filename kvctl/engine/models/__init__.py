@@ -1,0 +1,1 @@
+"""Decoder models and the registry of supported architectures."""

@@ -1,0 +1,1 @@
+"""Floor 0: one table of metric definitions, and the arithmetic of latencies. No I/O."""

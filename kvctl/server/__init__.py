@@ -1,0 +1,1 @@
+"""Floor 3: the OpenAI-compatible HTTP server."""
