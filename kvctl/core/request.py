@@ -30,6 +30,15 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+class WaitingReason(Enum):
+    """What a waiting request is short of, or what it stands behind."""
+
+    KV_BLOCKS = "kv_blocks"  # not enough free blocks for it
+    MAX_NUM_SEQS = "max_num_seqs"  # as many requests run as may
+    TOKEN_BUDGET = "token_budget"  # the step's tokens are spoken for
+    PREEMPTION = "preemption"  # a step that had to preempt admits nobody
+
+
 _NEXT: Final = {
     RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
@@ -46,6 +55,7 @@ class Request:
     """
 
     __slots__ = (
+        "allocated_tokens",
         "arrival_s",
         "block_hashes",
         "cache_salt",
@@ -61,8 +71,10 @@ class Request:
         "sampling_params",
         "status",
         "stop_reason",
+        "stop_token_ids",
         "token_ids",
         "token_limit",
+        "waiting_reason",
     )
 
     def __init__(
@@ -91,6 +103,9 @@ class Request:
         self.num_preemptions = 0
         self.token_limit = self.num_prompt_tokens + sampling_params.max_tokens  # the scheduler may lower it
         self.block_hashes: list[bytes] = []  # of the full blocks known so far, filled by the KV cache manager
+        self.allocated_tokens = 0  # its blocks have room for that many; written by the KV cache manager
+        self.stop_token_ids: frozenset[int] = frozenset()  # all that end it, eos included; set by the scheduler
+        self.waiting_reason: WaitingReason | None = None  # why it was not admitted when it was tried last
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
