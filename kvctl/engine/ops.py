@@ -1,0 +1,89 @@
+"""Which kernels compute: one signature per operation, one choice at start.
+
+Knows no model and no scheduler. `select_ops` decides once, from the device, the dtype and what the user asked for;
+the object it returns has no flags to look at in the hot loop. Floor 2.
+
+Shapes, used across the repository: T tokens of the step (all requests one after another), Hq query heads, Hkv KV
+heads, D head_dim. Pages are head-major: k_cache, v_cache [num_blocks, Hkv, block_size, D], contiguous.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvctl.engine.config import CpuKernels
+from kvctl_kernels.metadata import AttentionMetadata
+from kvctl_kernels.reference import TorchOps
+
+__all__ = ["AttentionMetadata", "Ops", "TorchOps", "select_ops"]
+
+
+class Ops(Protocol):
+    """The operations of a decoder layer outside its matrix products.
+
+    Inputs over tokens may be views of a wider row (as `qkv.split` gives them): only the last two dimensions of
+    [T, heads, D] need to be contiguous. Arguments named as results may be overwritten: use what is returned.
+    """
+
+    @property
+    def name(self) -> str:
+        """What to show as the attention backend: 'torch', 'native'."""
+
+    @property
+    def reason(self) -> str:
+        """Why a slower one than asked for was chosen; empty if it was not."""
+
+    def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write key, value [T, Hkv, D] to their slots, int64 [T]; slot -1 is skipped."""
+
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query [T, Hq, D] and key [T, Hkv, D]; positions int64 [T]; cos_sin_cache float32 [P, rot_dim].
+
+        A row of the cache holds rot_dim / 2 cosines, then as many sines; x[i] pairs with x[i + rot_dim / 2].
+        """
+
+    def rotary_and_store_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """`rotary` and `store_kv` in one pass; returns the rotated query."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise over the last dimension; x [..., H] (also per head: [T, heads, D]), weight [H]."""
+
+    def rms_norm_residual(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(x + residual), x + residual), both like x."""
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """x [T, 2 * I], gate first: silu(gate) * up."""
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """x [T, 2 * I], gate first: gelu_tanh(gate) * up."""
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of query [T, Hq, D] over the stored keys (this step's included); returns [T, Hq, D]."""
+
+
+def select_ops(
+    device: torch.device | str, dtype: torch.dtype, cpu_kernels: CpuKernels = "auto", num_threads: int | None = None
+) -> Ops:
+    """Choose the kernels for this device and dtype. `num_threads`: CPU only, None takes torch's setting."""
+    return TorchOps()
