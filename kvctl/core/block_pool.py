@@ -212,24 +212,31 @@ class BlockPool:
         """Whether content was cached under `key` not long ago and had to make room."""
         return key in self._evicted
 
-    def _evict(self, block: Block) -> None:
+    def unregister(self, block: Block) -> None:
+        """Take back what `register` did: the content never came to be, or is about to be overwritten."""
         key = block.key
-        assert key is not None
+        if key is None:
+            return
         block.key = None
         twins = self._twins.get(key)
         if self._cached[key] is not block:
             assert twins is not None
             del twins[block.block_id]
         elif twins:
-            first_id = next(iter(twins))
-            self._cached[key] = twins.pop(first_id)
+            self._cached[key] = twins.pop(next(iter(twins)))
         else:
             del self._cached[key]
+        if twins is not None and not twins:
+            del self._twins[key]
+
+    def _evict(self, block: Block) -> None:
+        key = block.key
+        assert key is not None
+        self.unregister(block)
+        if key not in self._cached:
             self._evicted[key] = None
             if len(self._evicted) > self.num_blocks:
                 del self._evicted[next(iter(self._evicted))]
-        if twins is not None and not twins:
-            del self._twins[key]
 
     def reset_cache(self) -> bool:
         """Forget all cached content. Does nothing and returns False while any block is referenced."""

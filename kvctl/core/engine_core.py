@@ -5,14 +5,17 @@
 
 from typing import Protocol
 
-from kvctl.core.step import ModelRunnerOutput, SchedulerOutput
+from kvctl.core.request import FinishReason, Request
+from kvctl.core.scheduler import Scheduler
+from kvctl.core.step import AdmissionEvent, EngineOutput, ModelRunnerOutput, SchedulerOutput, StepResult
+from kvctl.errors import InvalidRequest, InvariantViolation
 
 
 class ModelRunner(Protocol):
     """Computes one step's plan."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute the scheduled tokens of each request and sample where a request's last token was reached."""
+        """Compute the scheduled tokens of each request and sample where its last token is reached."""
         ...
 
 
@@ -22,3 +25,52 @@ class Clock(Protocol):
     def __call__(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
         ...
+
+
+class EngineCore:
+    """One engine: a scheduler, a runner and the loop between them."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Clock) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._clock = clock
+        self._refused: list[EngineOutput] = []  # told with the next step
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never run ends with the next step's outputs, carrying the error."""
+        try:
+            self.scheduler.add(request)
+        except InvalidRequest as error:
+            self._refused.append(
+                EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End a request without further output; unknown and finished ids are fine. Its blocks are free at once."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work or bool(self._refused)
+
+    def step(self) -> StepResult:
+        """Run one step and tell what came of it.
+
+        Raises:
+            InvariantViolation: requests wait, none runs, and still none can be admitted.
+        """
+        started_s = self._clock()
+        outputs, self._refused = self._refused, []
+        plan = self.scheduler.schedule()
+        scheduled_s = self._clock()
+        if not plan.is_empty:
+            outputs += self.scheduler.update(plan, self.runner.execute(plan))
+        ended_s = self._clock()
+        stats = self.scheduler.take_stats()
+        if plan.is_empty and stats.num_waiting and not stats.num_running and not stats.num_preemptions:
+            head = self.scheduler.waiting.peek()
+            raise InvariantViolation(f"{head} cannot start although nothing runs: {head.waiting_reason}")
+        stats.step_duration_s = ended_s - started_s
+        stats.schedule_duration_s = scheduled_s - started_s
+        admissions = [AdmissionEvent(new.request_id, scheduled_s) for new in plan.new_requests]
+        return StepResult(outputs=outputs, stats=stats, at_s=ended_s, admissions=admissions)

@@ -78,16 +78,20 @@ class PriorityQueue:
         self._entries: dict[str, _HeapEntry] = {}  # the live entry of each request; others in the heap are dead
         self._arrivals = 0
 
-    def add(self, request: Request) -> None:
-        """Insert by importance."""
-        entry = (request.priority, request.arrival_s, self._arrivals, request)
-        self._arrivals += 1
+    def _push(self, request: Request, order: int) -> None:
+        entry = (request.priority, request.arrival_s, order, request)
         self._entries[request.request_id] = entry
         heapq.heappush(self._heap, entry)
 
+    def add(self, request: Request) -> None:
+        """Insert by importance."""
+        self._arrivals += 1
+        self._push(request, self._arrivals)
+
     def put_back(self, request: Request) -> None:
-        """Insert by importance, as when it came."""
-        self.add(request)
+        """Insert by importance, before its equals."""
+        self._arrivals += 1
+        self._push(request, -self._arrivals)
 
     def peek(self) -> Request:
         """The most important request."""
