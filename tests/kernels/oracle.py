@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from kvctl_kernels.metadata import AttentionMetadata
 
 # Relative L2 error allowed, per dtype: a few units in the last place of the dtype.
