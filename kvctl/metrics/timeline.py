@@ -10,7 +10,8 @@ spans with the same words:
                               |<------------- inference ------------------------>|
 
 TTFT: time to first token. ITL: inter-token latency, the gap between two deliveries. TPOT: time per output token,
-decode / (tokens - 1): what a reader of the stream feels on average; undefined (None) with fewer than two tokens.
+decode / (tokens - tokens of the first delivery), which is tokens - 1 where tokens come one by one: what a reader
+of the stream feels on average; undefined (None) when no token follows the first delivery.
 A span whose ends are not known is None, never 0. Floor 0.
 """
 
@@ -37,6 +38,7 @@ class RequestTimeline:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_output_tokens: int = 0
+    num_first_tokens: float = 1.0  # tokens that came with the first delivery; a client may know only their mean
 
     @property
     def ttft_s(self) -> float | None:
@@ -70,11 +72,11 @@ class RequestTimeline:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first."""
+        """Mean time per output token after the first delivery."""
         decode_s = self.decode_s
-        if decode_s is None or self.num_output_tokens < 2:
+        if decode_s is None or self.num_output_tokens <= self.num_first_tokens:
             return None
-        return decode_s / (self.num_output_tokens - 1)
+        return decode_s / (self.num_output_tokens - self.num_first_tokens)
 
 
 def inter_token_latencies_s(delivery_times_s: Sequence[float]) -> list[float]:
