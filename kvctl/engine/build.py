@@ -1,0 +1,239 @@
+"""From an EngineConfig to a running EngineCore: read, check, load, measure, allocate.
+
+Knows no process and no server: it imports torch and the core only, so that it also runs where fastapi, pyzmq and
+the rest are not installed. Everything that can be wrong with a model is found before its weights are loaded. Floor 2.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvctl.core.block_pool import BlockPool
+from kvctl.core.engine_core import Clock, EngineCore
+from kvctl.core.kv_cache_groups import group_layers
+from kvctl.core.kv_cache_manager import KVCacheManager
+from kvctl.core.scheduler import Scheduler
+from kvctl.engine.config import EngineConfig, EngineInfo
+from kvctl.engine.device import resolve_device, resolve_dtype, set_cpu_threads
+from kvctl.engine.kv_cache import allocate_kv_cache
+from kvctl.engine.layers.linear import select_linears
+from kvctl.engine.memory_budget import MemoryBudget, cpu_budget, cuda_budget
+from kvctl.engine.model_runner import TorchModelRunner
+from kvctl.engine.models.decoder import Decoder, WeightSource, build_decoder
+from kvctl.engine.models.decoder_config import DecoderConfig
+from kvctl.engine.models.registry import parse_decoder_config
+from kvctl.engine.models.weight_layout import all_tensors
+from kvctl.engine.ops import AttentionMetadata, select_ops
+from kvctl.engine.sampler import Sampler
+from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
+from kvctl.errors import OutOfMemory
+from kvctl.sizing.kv_plan import KVLayout, KVPlan, blocks_worth_having, plan_kv_cache
+from kvctl.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    config: DecoderConfig
+    decoder: Decoder
+    dtype: torch.dtype
+    device: torch.device
+    weight_bytes: int
+    load_s: float
+    attention_backend: str
+    linear_backend: str
+    num_threads: int
+    notes: tuple[str, ...]
+
+
+def build_engine_core(
+    config: EngineConfig, clock: Clock, report: Callable[[str], None]
+) -> tuple[EngineCore, EngineInfo]:
+    """Build everything below the API: model, KV cache, scheduler. `report` gets lines for a person's log.
+
+    Raises:
+        ModelNotSupported, ModelBroken: the folder; told within a second, before weights are loaded.
+        OutOfMemory: weights or one request of max_model_len tokens do not fit.
+        ConfigError: the device or dtype that was asked for cannot be had.
+    """
+    loaded = _load_model(config, report)
+    groups = group_layers(loaded.config.windows)
+    layout = KVLayout(
+        groups=groups,
+        block_size=config.cache.block_size,
+        page_bytes=2
+        * loaded.config.num_kv_heads
+        * config.cache.block_size
+        * loaded.config.head_dim
+        * loaded.dtype.itemsize,
+        in_flight_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    plan, lines = _plan_cache(config, loaded, layout)
+    try:
+        kv_cache = allocate_kv_cache(
+            groups,
+            num_blocks=plan.num_blocks,
+            block_size=config.cache.block_size,
+            num_kv_heads=loaded.config.num_kv_heads,
+            head_dim=loaded.config.head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemory(
+            f"a KV cache of {format_bytes(plan.kv_cache_bytes)} could not be allocated",
+            hint="Lower --kv-cache-memory-bytes or --num-gpu-blocks-override.",
+        ) from error
+    for line in lines:
+        report(line)
+    runner = TorchModelRunner(
+        loaded.decoder,
+        kv_cache,
+        Sampler(loaded.config.vocab_size, loaded.device, config.model.seed),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=config.scheduler.max_model_len,
+        num_groups=len(groups),
+        device=loaded.device,
+    )
+    pool = BlockPool(plan.num_blocks, config.cache.enable_prefix_caching)
+    manager = KVCacheManager(pool, config.cache, groups, max_step_tokens=config.scheduler.max_num_batched_tokens)
+    core = EngineCore(Scheduler(config.scheduler, manager), runner, clock)
+    return core, _info(config, loaded, plan, kv_cache.total_bytes, lines)
+
+
+def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedModel:
+    started_s = time.monotonic()
+    folder = Path(config.model.folder)
+    raw = read_json_object(folder / "config.json")
+    model_config = parse_decoder_config(raw)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.model.dtype, raw, allows_float16=model_config.allows_float16)
+    num_threads = set_cpu_threads(config.device.num_threads)
+    weights: WeightSource
+    if config.model.load_format == "dummy":
+        weights = DummyWeights(model_config, dtype, device, config.model.seed)
+    else:
+        weights = CheckpointWeights(folder, model_config, dtype, device)
+    ops = select_ops(device, dtype, config.device.cpu_kernels, num_threads)
+    linears = select_linears(device, dtype, config.device.cpu_kernels, num_threads)
+    weight_bytes = sum(tensor.num_elements for tensor in all_tensors(model_config)) * dtype.itemsize
+    try:
+        decoder = build_decoder(
+            model_config,
+            weights,
+            ops,
+            linears,
+            dtype=dtype,
+            device=device,
+            num_positions=config.scheduler.max_model_len + 1,
+        )
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemory(
+            f"the weights need {format_bytes(weight_bytes)}, more than is free on {device}",
+            hint="Use a smaller model or --dtype bfloat16, or free memory.",
+        ) from error
+    load_s = time.monotonic() - started_s
+    report(
+        f"Loaded {model_config.architecture} from {folder} ({format_bytes(weight_bytes)}, "
+        f"{str(dtype).removeprefix('torch.')}, {config.model.load_format} weights) in {format_seconds(load_s)}"
+    )
+    notes = tuple(dict.fromkeys(reason for reason in (ops.reason, linears.reason) if reason))
+    return _LoadedModel(
+        model_config, decoder, dtype, device, weight_bytes, load_s, ops.name, linears.name, num_threads, notes
+    )
+
+
+def _plan_cache(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) -> tuple[KVPlan, list[str]]:
+    """Decide the number of blocks; returns the plan and the lines that explain it."""
+    limits = config.scheduler
+    on_cpu = loaded.device.type == "cpu"
+    budget: MemoryBudget
+    if on_cpu:
+        budget = cpu_budget(config.device, loaded.weight_bytes)
+    else:
+        budget = cuda_budget(
+            config.device, loaded.weight_bytes, loaded.device, lambda: _run_largest_step(config, loaded, layout)
+        )
+    lines = list(budget.lines)
+    available = budget.kv_cache_bytes
+    override = config.device.num_gpu_blocks_override
+    is_default = config.device.kv_cache_memory_bytes is None and override is None
+    if on_cpu and is_default:
+        most = blocks_worth_having(layout, limits.max_model_len, limits.max_num_seqs) * layout.block_bytes
+        available = min(available, most)
+    if override is not None:
+        computed = available // layout.block_bytes
+        lines.append(f"Overriding num_gpu_blocks={computed} with num_gpu_blocks_override={override}")
+    plan = plan_kv_cache(layout, limits.max_model_len, available_bytes=available, num_blocks_override=override)
+    if budget.ceiling_bytes is not None and plan.kv_cache_bytes > budget.ceiling_bytes:
+        raise OutOfMemory(
+            f"a KV cache of {format_bytes(plan.kv_cache_bytes)} was asked for, "
+            f"{format_bytes(budget.ceiling_bytes)} are free",
+            hint="Lower --kv-cache-memory-bytes or --num-gpu-blocks-override, or free memory.",
+        )
+    lines.append(
+        f"KV blocks: {format_count(plan.num_blocks)} of {layout.block_size} tokens, "
+        f"{format_bytes(layout.block_bytes)} each, {format_bytes(plan.kv_cache_bytes)} in all"
+    )
+    lines.append(plan.describe("KV cache" if on_cpu else "GPU KV cache"))
+    return plan, lines
+
+
+@torch.inference_mode()
+def _run_largest_step(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) -> None:
+    """Run a step of max_num_batched_tokens tokens and max_num_seqs logits; its cache is the null block alone."""
+    limits = config.scheduler
+    num_tokens = limits.max_num_batched_tokens
+    cache = allocate_kv_cache(
+        layout.groups,
+        num_blocks=1,
+        block_size=layout.block_size,
+        num_kv_heads=loaded.config.num_kv_heads,
+        head_dim=loaded.config.head_dim,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    lengths = [limits.max_model_len] * (num_tokens // limits.max_model_len)
+    if num_tokens % limits.max_model_len:
+        lengths.append(num_tokens % limits.max_model_len)
+    width = -(-max(lengths) // layout.block_size)
+    meta = AttentionMetadata.from_lists(
+        [[0] * width] * len(lengths), lengths, lengths, layout.block_size, loaded.device
+    )
+    positions = torch.cat([torch.arange(length, device=loaded.device) for length in lengths])
+    added, residual = loaded.decoder.forward(
+        torch.zeros(num_tokens, dtype=torch.int64, device=loaded.device),
+        positions,
+        cache.layers,
+        [meta] * len(layout.groups),
+    )
+    rows = min(limits.max_num_seqs, num_tokens)
+    loaded.decoder.logits(added[:rows], residual[:rows]).float().argmax(dim=-1)
+
+
+def _info(
+    config: EngineConfig, loaded: _LoadedModel, plan: KVPlan, kv_cache_bytes: int, lines: list[str]
+) -> EngineInfo:
+    return EngineInfo(
+        model_folder=config.model.folder,
+        architecture=loaded.config.architecture,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        attention_backend=loaded.attention_backend,
+        linear_backend=loaded.linear_backend,
+        num_blocks=plan.num_blocks,
+        block_size=config.cache.block_size,
+        kv_cache_bytes=kv_cache_bytes,
+        weight_bytes=loaded.weight_bytes,
+        kv_tokens=plan.capacity_tokens,
+        max_concurrency=plan.max_concurrency,
+        max_model_len=config.scheduler.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        num_threads=loaded.num_threads,
+        load_s=loaded.load_s,
+        notes=(*loaded.notes, *lines),
+    )

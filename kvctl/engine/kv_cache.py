@@ -1,0 +1,75 @@
+"""The tensors that hold keys and values: allocated once, addressed by block id.
+
+Knows no request and no scheduler. Position i of a block (`0 <= i < layers_per_block`) has one pair of tensors
+[num_blocks, num_kv_heads, block_size, head_dim]; layer l is the i-th layer of its group and uses pair i with that
+group's block table. Invariants: block 0 is the null block and reads as zeros until something is stored; memory is
+touched only when a block is first written, so that a large cache costs nothing at start. Floor 2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvctl.core.kv_cache_groups import KVCacheGroup
+
+
+class LayerKV(NamedTuple):
+    """What one layer reads and writes; `group` is the index of its block table."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """All layers' caches, by layer number, and the memory they take together."""
+
+    layers: tuple[LayerKV, ...]
+    num_blocks: int
+    block_size: int
+    total_bytes: int
+
+
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the kernel for zero pages (calloc): zeros without writing them. torch.zeros writes them all.
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def allocate_kv_cache(
+    groups: Sequence[KVCacheGroup],
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """Allocate for every layer of `groups`.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError: there is less memory than the plan said.
+    """
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    pairs = [
+        (_zero_pages(shape, dtype, device), _zero_pages(shape, dtype, device))
+        for _ in range(max(len(group.layer_indices) for group in groups))
+    ]
+    layers: dict[int, LayerKV] = {}
+    for group_index, group in enumerate(groups):
+        for (k_cache, v_cache), layer in zip(pairs, group.layer_indices, strict=False):
+            layers[layer] = LayerKV(k_cache, v_cache, group_index)
+    return KVCache(
+        layers=tuple(layers[layer] for layer in range(len(layers))),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        total_bytes=sum(k.nbytes + v.nbytes for k, v in pairs),
+    )
