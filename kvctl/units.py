@@ -74,7 +74,7 @@ def parse_count(text: str) -> int:
     Raises:
         ConfigError: not a whole number.
     """
-    number, unit = _split(text, "a count", "4096, 32k or 32K")
+    number, unit = _split(text, "a whole number", "4096, 32k (32,000) or 32K (32,768)")
     factor = _COUNT_UNITS.get(unit)
     if factor is None or number * factor != int(number * factor):
         raise ConfigError(f"{text!r} is not a whole number", hint="Write it like 4096, 32k (32,000) or 32K (32,768).")

@@ -1,0 +1,108 @@
+import pytest
+
+from kvctl.core.engine_core import EngineCore
+from kvctl.core.request import FinishReason
+from kvctl.core.step import ModelRunnerOutput, SchedulerOutput
+from kvctl.errors import InvariantViolation
+from tests.support.schedulers import make_request, make_scheduler
+
+
+class CountingRunner:
+    """Keeps tokens as a real runner does, from the plan alone, and 'samples' how many there are."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, list[int]] = {}
+        self.done: dict[str, int] = {}
+        self.plans: list[SchedulerOutput] = []
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self.plans.append(plan)
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
+            del self.known[request_id], self.done[request_id]
+        for new in plan.new_requests:
+            self.known[new.request_id] = list(new.token_ids)
+            self.done[new.request_id] = new.num_computed_tokens
+        sampled: list[int | None] = []
+        for request_id, count in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True):
+            self.done[request_id] += count
+            tokens = self.known[request_id]
+            if self.done[request_id] == len(tokens):
+                tokens.append(len(tokens))
+                sampled.append(tokens[-1])
+            else:
+                sampled.append(None)
+        return ModelRunnerOutput(sampled)
+
+
+class Ticks:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_a_step_tells_tokens_admissions_and_times() -> None:
+    core = EngineCore(make_scheduler(), CountingRunner(), Ticks())
+    core.add(make_request("a", 5, max_tokens=2))
+    first = core.step()
+    assert [o.new_token_ids for o in first.outputs] == [[5]]
+    assert [(e.request_id, e.at_s) for e in first.admissions] == [("a", 2.0)]
+    assert (first.stats.step_duration_s, first.stats.schedule_duration_s, first.at_s) == (2.0, 1.0, 3.0)
+    assert core.step().outputs[0].finish_reason is FinishReason.LENGTH
+    assert not core.has_work()
+
+
+def test_a_request_that_can_never_run_ends_with_an_error_and_disturbs_nobody() -> None:
+    core = EngineCore(make_scheduler(num_blocks=5), CountingRunner(), Ticks())
+    core.add(make_request("fits", 4, max_tokens=1))
+    core.add(make_request("too long", 400))
+    outputs = {o.request_id: o for o in core.step().outputs}
+    assert outputs["fits"].finish_reason is FinishReason.LENGTH
+    assert outputs["too long"].finish_reason is FinishReason.ERROR
+    assert "400 tokens" in (outputs["too long"].error or "")
+    assert not core.has_work()
+
+
+def test_a_refused_request_alone_still_ends() -> None:
+    core = EngineCore(make_scheduler(num_blocks=5), CountingRunner(), Ticks())
+    core.add(make_request("too long", 400))
+    assert core.has_work()
+    assert core.step().outputs[0].finish_reason is FinishReason.ERROR
+    assert not core.has_work()
+
+
+def test_the_runner_can_follow_every_plan_under_pressure() -> None:
+    runner = CountingRunner()
+    core = EngineCore(make_scheduler(num_blocks=8, max_num_batched_tokens=16), runner, Ticks())
+    for name in "abcde":
+        core.add(make_request(name, 9, max_tokens=12))
+    generated: dict[str, list[int]] = {}
+    preemptions = 0
+    while core.has_work():
+        result = core.step()
+        preemptions += result.stats.num_preemptions
+        for output in result.outputs:
+            generated.setdefault(output.request_id, []).extend(output.new_token_ids)
+    assert preemptions > 0
+    assert generated == {name: list(range(9, 21)) for name in "abcde"}
+
+
+def test_an_abort_takes_effect_before_the_next_step() -> None:
+    core = EngineCore(make_scheduler(), CountingRunner(), Ticks())
+    core.add(make_request("a", 5))
+    core.add(make_request("b", 5))
+    core.step()
+    core.abort("a")
+    core.abort("a")
+    assert [o.request_id for o in core.step().outputs] == ["b"]
+
+
+def test_a_stuck_queue_is_a_bug_and_said_so() -> None:
+    scheduler = make_scheduler(num_blocks=5)
+    core = EngineCore(scheduler, CountingRunner(), Ticks())
+    core.add(make_request("a", 12, max_tokens=1))
+    scheduler.kv_cache_manager.pool.allocate(3)  # somebody leaks blocks
+    with pytest.raises(InvariantViolation, match="cannot start although nothing runs"):
+        core.step()
