@@ -20,6 +20,7 @@ from kvctl.engine.gguf_tokenizer import write_tokenizer
 from kvctl.engine.progress import Report, silent
 from kvctl.errors import ModelBroken, ModelNotSupported
 
+CONVERTER_VERSION: Final = 1  # raise it when the same file gives another folder: cached folders are built again
 _VALUES_PER_PIECE: Final = 1 << 22  # 16 MiB as float32
 _BF16_BYTES: Final = 2
 
