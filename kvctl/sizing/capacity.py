@@ -1,0 +1,273 @@
+"""What a given amount of KV memory holds: blocks, tokens, requests, longest context, by an engine's own rule.
+
+Knows specs (bytes per layer) and rules (switches); no GPU, no weights. Pure arithmetic on integers; `serve` uses
+kv_plan.py, and for the models it serves both give the same numbers (tested). Floor 1.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvctl.core.kv_cache_groups import layers_per_block
+from kvctl.errors import ModelNotSupported
+from kvctl.model.kv_cache_spec import KVCacheSpec
+from kvctl.model.layer_shape import LayerKind
+from kvctl.sizing.engine_rules import EngineRules, mamba_blocks_per_request
+
+_UNBOUNDED = (LayerKind.FULL, LayerKind.MLA)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGroup:
+    """Layers with one block table. `page_bytes` is what one block costs for all its layers on one GPU."""
+
+    kind: LayerKind
+    layer_indices: tuple[int, ...]
+    block_tokens: int  # 0: recurrent, a block holds a state
+    page_bytes: int
+    window_tokens: int | None = None
+    source_tokens: int | None = None
+    padding_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests may look like; all in tokens but `max_num_seqs`."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int = 256
+    prefix_caching: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The groups of a model under an engine, and the block that all of them share.
+
+    `separate_state_bytes`: recurrent bytes per request that the engine keeps outside the pool.
+    """
+
+    rules: EngineRules
+    groups: tuple[PoolGroup, ...]
+    block_bytes: int
+    block_tokens: int  # of the group with the most tokens in reach
+    separate_state_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    def blocks_per_request(self, num_tokens: int, limits: Limits) -> int:
+        """Most blocks that one request of `num_tokens` holds at a time, over all groups."""
+        return sum(_group_blocks(group, num_tokens, limits, self.rules) for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the memory holds. `usable_blocks` leaves the null block out; `max_context_tokens` is one request alone."""
+
+    pool: Pool
+    kv_bytes: int
+    num_blocks: int
+    usable_blocks: int
+    kv_tokens: int
+    max_model_len: int
+    max_concurrency: float
+    max_context_tokens: int
+    fits: bool
+    needed_bytes: int  # one request of max_model_len
+    state_slots: int | None = None  # requests whose recurrent state fits, where that is kept apart
+
+
+def _group_blocks(group: PoolGroup, num_tokens: int, limits: Limits, rules: EngineRules) -> int:
+    if group.kind is LayerKind.STATE:
+        return mamba_blocks_per_request(rules, limits.prefix_caching)
+    size = group.block_tokens
+    if group.kind is LayerKind.CROSS:  # sized for the encoder's batch budget, not for one request's source
+        return -(-max(limits.max_num_batched_tokens, group.source_tokens or 0) // size)
+    if group.window_tokens is None:
+        return -(-num_tokens // size)
+    if group.kind is LayerKind.CHUNKED:
+        return -(-min(group.window_tokens + limits.max_num_batched_tokens, num_tokens) // size)
+    return -(-min(group.window_tokens - 1 + limits.max_num_batched_tokens, num_tokens) // size) + 1
+
+
+def _priced(spec: KVCacheSpec, rules: EngineRules) -> KVCacheSpec:
+    """Windows that the engine does not use for allocation are dropped."""
+    keeps_window = rules.groups_layers and not (spec.kind is LayerKind.CHUNKED and rules.chunked_as_full)
+    if spec.kind in (LayerKind.SLIDING, LayerKind.CHUNKED) and not keeps_window:
+        return KVCacheSpec(spec.layer_index, LayerKind.FULL, spec.bytes_per_token, indexer_bytes=spec.indexer_bytes)
+    if spec.kind is LayerKind.CROSS and not rules.groups_layers:  # V0 gave cross attention a full table too
+        return KVCacheSpec(spec.layer_index, LayerKind.FULL, spec.bytes_per_token)
+    return spec
+
+
+def build_pool(
+    specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None, *, state_align: int = 16
+) -> Pool:
+    """Group the layers and find the block that all groups share.
+
+    Source: vLLM's kv_cache_utils: one kind -> one group; else blocks of equal bytes (the smaller page gets more
+    tokens, a recurrent page is padded to the attention page, whose block grows until a state fits), and groups of
+    equal layer counts (core.kv_cache_groups.layers_per_block). Checked against the logs in tests/data/sizing.
+
+    Raises:
+        ModelNotSupported: the engine's rule for this model is not known.
+    """
+    priced = [_priced(spec, rules) for spec in specs]
+    if any(s.kind is LayerKind.COMPRESSED for s in priced):
+        raise ModelNotSupported(
+            "cannot tell: how engines pack DeepSeek V4's compressed layers is not pinned by any log",
+            hint="Its ideal bytes per token are shown; leave out the memory options, or use --engine ideal.",
+        )
+    attention = [s for s in priced if s.kind is not LayerKind.STATE]
+    states = [s for s in priced if s.kind is LayerKind.STATE]
+    apart = bool(states) and (not rules.groups_layers or rules.name != "vllm")
+    if any(s.state_bytes is None for s in states) and not (apart and attention):
+        raise ModelNotSupported(
+            "cannot tell: this config leaves out the sizes of its recurrent state",
+            hint="Give the model's full config.json.",
+        )
+    size = block_size or _default_block(attention, rules)
+    if apart:
+        unknown = "The recurrent state's size is not in this config: it is not counted."
+        notes = [unknown] if any(s.state_bytes is None for s in states) else []
+        return _pool(rules, _uniform(attention, size), sum(s.state_bytes or 0 for s in states), notes)
+    kinds = {(s.kind in _UNBOUNDED, s.kind, s.window_tokens) for s in attention}
+    if len({(k[0], None if k[0] else k[1:]) for k in kinds}) <= 1 and not states:
+        return _pool(rules, _uniform(attention, size))
+    return _pool(rules, _hybrid(attention, states, size, state_align))
+
+
+def _default_block(attention: Sequence[KVCacheSpec], rules: EngineRules) -> int:
+    latent = [s for s in attention if s.kind is LayerKind.MLA]
+    if latent and latent[0].bytes_per_token >= 576:  # FlashMLA serves DeepSeek's 576-element entries only
+        return rules.latent_block_size
+    return rules.block_size
+
+
+def _uniform(attention: Sequence[KVCacheSpec], size: int) -> list[PoolGroup]:
+    if not attention:
+        return []
+    return [
+        PoolGroup(
+            attention[0].kind,
+            tuple(s.layer_index for s in attention),
+            size,
+            size * sum(s.bytes_per_token for s in attention),
+            attention[0].window_tokens,
+            attention[0].source_tokens,
+        )
+    ]
+
+
+def _hybrid(
+    attention: Sequence[KVCacheSpec], states: Sequence[KVCacheSpec], size: int, state_align: int
+) -> list[PoolGroup]:
+    buckets: dict[tuple[LayerKind, int | None, int], list[KVCacheSpec]] = defaultdict(list)
+    for spec in [*attention, *states]:
+        buckets[spec.kind, spec.window_tokens, spec.bytes_per_token].append(spec)
+    if states and attention:  # the attention block grows until one state fits into one layer's page
+        smallest = min(s.bytes_per_token for s in attention)
+        largest_state = max(s.state_bytes or 0 for s in states)
+        size = max(size, state_align * -(-largest_state // (state_align * smallest)))
+    page = max([size * s.bytes_per_token for s in attention] + [s.state_bytes or 0 for s in states if not attention])
+    per_block = layers_per_block([len(layers) for layers in buckets.values()])
+    groups = []
+    for (kind, window, token_bytes), layers in sorted(buckets.items(), key=lambda item: item[0][0] not in _UNBOUNDED):
+        count = -(-len(layers) // per_block)
+        tokens = 0
+        if kind is not LayerKind.STATE:
+            own = size * token_bytes
+            tokens = size * (page // own) if page % own == 0 else size  # else the page is padded
+        for i in range(count):
+            indices = tuple(s.layer_index for s in layers[i::count])
+            groups.append(
+                PoolGroup(
+                    kind, indices, tokens, page * per_block, window, layers[0].source_tokens, per_block - len(indices)
+                )
+            )
+    return groups
+
+
+def _pool(
+    rules: EngineRules, groups: list[PoolGroup], separate_state_bytes: int = 0, extra_notes: Sequence[str] = ()
+) -> Pool:
+    notes = [*extra_notes]
+    if groups:
+        padding, held = sum(g.padding_layers for g in groups), sum(len(g.layer_indices) for g in groups)
+        if padding:
+            notes.append(f"{padding} padding layers: {padding / (padding + held):.1%} of the KV cache stays empty.")
+    return Pool(
+        rules=rules,
+        groups=tuple(groups),
+        block_bytes=max((g.page_bytes for g in groups), default=0),
+        block_tokens=max((g.block_tokens for g in groups if g.window_tokens is None), default=0)
+        or max((g.block_tokens for g in groups), default=0),
+        separate_state_bytes=separate_state_bytes,
+        notes=tuple(notes),
+    )
+
+
+def longest_request(pool: Pool, blocks: int, limits: Limits, most: int) -> int:
+    """Most tokens of one request that `blocks` hold; 0 if not even one."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if pool.blocks_per_request(middle, limits) <= blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def printed_tokens(pool: Pool, num_blocks: int, limits: Limits) -> int:
+    """The capacity in tokens as the engine's log prints it."""
+    if not pool.groups or num_blocks <= 0:
+        return 0
+    if pool.rules.tokens_are_concurrency:
+        return int(num_blocks / pool.blocks_per_request(limits.max_model_len, limits) * limits.max_model_len)
+    return num_blocks // len(pool.groups) * min(g.block_tokens or pool.block_tokens for g in pool.groups)
+
+
+def capacity(
+    pool: Pool, kv_bytes: int, limits: Limits, *, longest_tokens: int, num_blocks: int | None = None
+) -> Capacity:
+    """Cut `kv_bytes` into blocks and say what they hold; `num_blocks` overrides the count.
+
+    `longest_tokens` bounds the search for the longest request (the model's own limit).
+    """
+    slots = None
+    if pool.separate_state_bytes:
+        kv_bytes, slots = _set_states_apart(pool, kv_bytes, limits)
+    blocks = num_blocks if num_blocks is not None else max(0, kv_bytes) // pool.block_bytes if pool.block_bytes else 0
+    usable = max(0, blocks - 1) if pool.rules.name in ("vllm", "kvctl") and not pool.rules.is_v0 else blocks
+    fitting = usable if pool.rules.reserves_null_block else blocks
+    needed_blocks = pool.blocks_per_request(limits.max_model_len, limits)
+    concurrency = blocks / needed_blocks if needed_blocks else 0.0
+    if not pool.groups and pool.separate_state_bytes:  # attention-free: a request costs its state alone
+        concurrency = float(slots or 0)
+    return Capacity(
+        pool=pool,
+        kv_bytes=kv_bytes,
+        num_blocks=blocks,
+        usable_blocks=usable,
+        kv_tokens=printed_tokens(pool, blocks, limits),
+        max_model_len=limits.max_model_len,
+        max_concurrency=concurrency if slots is None else min(concurrency, float(slots)),
+        max_context_tokens=longest_request(pool, fitting, limits, longest_tokens) if pool.groups else longest_tokens,
+        fits=needed_blocks <= fitting and (slots is None or slots >= 1),
+        needed_bytes=needed_blocks * pool.block_bytes + pool.separate_state_bytes,
+        state_slots=slots,
+    )
+
+
+def _set_states_apart(pool: Pool, kv_bytes: int, limits: Limits) -> tuple[int, int]:
+    """Memory left for attention, and the requests whose state fits.
+
+    SGLang gives states 0.9 parts to 1 part of attention (mamba_full_memory_ratio; log sglang-nemotron-vl-tp4) and
+    keeps one slot more than it counts; the others set aside one state per allowed request.
+    """
+    each = pool.separate_state_bytes
+    if pool.rules.name == "sglang" and pool.groups:
+        share = kv_bytes * 9 // 19
+        return kv_bytes - share, max(0, share // each - 1)
+    slots = min(limits.max_num_seqs, max(0, kv_bytes) // each)
+    return (kv_bytes - slots * each, slots) if pool.groups else (kv_bytes, max(0, kv_bytes) // each)
