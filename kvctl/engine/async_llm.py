@@ -5,20 +5,89 @@ text is made there, once per token. Each `generate()` is a stream with room for 
 consumer that does not read costs the text it has not read and nothing else. Floor 2, imports no torch.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Final
 
 from kvctl.core.sampling_params import SamplingParams
+from kvctl.core.step import StepResult
 from kvctl.engine.config import EngineConfig, EngineInfo
+from kvctl.engine.engine_client import EngineClient
+from kvctl.engine.engine_metrics import EngineMetrics
+from kvctl.engine.input_processor import InputProcessor
+from kvctl.engine.output_processor import OutputProcessor
 from kvctl.engine.request_output import RequestOutput
 from kvctl.engine.tokenizer import Tokenizer
-from kvctl.errors import EngineDead
+from kvctl.engine.wire import AbortRequests, EngineRequest
+from kvctl.errors import EngineDead, InvalidRequest, KvctlError
 from kvctl.metrics.recorder import Recorder
 
-DEFAULT_BUILDER = "kvctl.engine.build:build_engine_core"
+DEFAULT_BUILDER: Final = "kvctl.engine.build:build_engine_core"
+_DRAIN_POLL_S: Final = 0.02
+
+
+class _Stream:
+    """A request's outputs between the engine's messages and its consumer: one merged output per child at most."""
+
+    __slots__ = ("_error", "_pending", "_waiter")
+
+    def __init__(self) -> None:
+        self._pending: dict[int, RequestOutput] = {}
+        self._error: KvctlError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """Keep an output until the consumer comes; the finished one stays the last."""
+        waiting = self._pending.pop(output.index, None)
+        self._pending[output.index] = output if waiting is None else waiting.merge(output)
+        self._wake()
+
+    def fail(self, error: KvctlError) -> None:
+        """Let the consumer read what is there, then raise."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[RequestOutput]:
+        """Wait for outputs and return them, at most one per child.
+
+        Raises:
+            KvctlError: what `fail` was told.
+        """
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs = list(self._pending.values())
+        self._pending.clear()
+        return outputs
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class AsyncLLM:
     """An engine in a process of its own. Build it with `await AsyncLLM.start(...)`."""
+
+    def __init__(
+        self,
+        outputs: OutputProcessor,
+        metrics: EngineMetrics,
+        on_dead: Callable[[EngineDead], None] | None,
+        on_report: Callable[[str], None] | None,
+    ) -> None:
+        self._outputs = outputs
+        self._metrics = metrics
+        self._on_dead = on_dead
+        self._on_report = on_report
+        self._client: EngineClient
+        self._inputs: InputProcessor
+        self._info: EngineInfo
+        self._closing = False
+        self._death: EngineDead | None = None
 
     @classmethod
     async def start(
@@ -45,22 +114,33 @@ class AsyncLLM:
             KvctlError: of the class that the engine raised while starting (ModelBroken, OutOfMemory, ...).
             EngineDead: the process ended while starting without saying why.
         """
-        raise NotImplementedError
+        metrics = EngineMetrics(recorder)
+        llm = cls(OutputProcessor(tokenizer, metrics), metrics, on_dead, on_report)
+        llm._client, info = await EngineClient.start(builder, config, llm)
+        llm._info = info
+        llm._inputs = InputProcessor(info, tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
+        metrics.engine_started(info)
+        return llm
 
     @property
     def info(self) -> EngineInfo:
         """What building the engine found out."""
-        raise NotImplementedError
+        return self._info
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine process."""
+        return self._client.pid
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine process runs and takes requests."""
-        raise NotImplementedError
+        return self._client.is_alive and not self._closing
 
     @property
     def num_unfinished(self) -> int:
         """Requests (not children) that have not ended."""
-        raise NotImplementedError
+        return self._outputs.num_unfinished
 
     def generate(
         self,
@@ -81,12 +161,85 @@ class AsyncLLM:
                 stream: the scheduler refused it (it can never fit the KV cache).
             EngineDead: at once or from the stream: the engine process has ended, or is shutting down.
         """
-        raise NotImplementedError
+        self._check_open()
+        children = self._inputs.process(
+            request_id,
+            prompt_token_ids,
+            params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        if self._outputs.has(request_id):
+            raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
+        return self._stream(request_id, children, params.max_tokens)
+
+    async def _stream(
+        self, request_id: str, children: list[EngineRequest], requested_max_tokens: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._check_open()
+        stream = _Stream()
+        self._outputs.add(request_id, children, stream, requested_max_tokens=requested_max_tokens)
+        try:
+            for child in children:
+                self._client.send(child)
+            while True:
+                for output in await stream.take():
+                    yield output
+                    if output.finished:
+                        return
+        finally:
+            self.abort(request_id)  # does nothing where the request has ended
 
     def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output with `FinishReason.ABORT`. Unknown ids are ignored."""
-        raise NotImplementedError
+        self._send_aborts(self._outputs.abort(request_id))
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Take no new requests, let the running ones finish for up to `drain_s`, abort the rest, end the process."""
-        raise NotImplementedError
+        """Take no new requests, let the running ones finish for up to `drain_s`, abort the rest, end the process.
+
+        A second call while the first one drains, with a shorter time, shortens it.
+        """
+        self._closing = True
+        deadline_s = time.monotonic() + drain_s
+        while self._outputs.num_unfinished and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        for request_id in self._outputs.unfinished_ids():
+            self.abort(request_id)
+        await self._client.stop()
+
+    # ---- EngineListener ----
+
+    def step_done(self, result: StepResult) -> None:
+        """Hand out the news of one step."""
+        self._send_aborts(self._outputs.process(result, time.monotonic()))
+
+    def request_rejected(self, request_id: str, error: KvctlError) -> None:
+        """End the request that the engine refused, with its other children."""
+        self._send_aborts(self._outputs.fail(request_id, error))
+
+    def engine_reported(self, line: str) -> None:
+        """Pass on a line of the engine's start."""
+        if self._on_report is not None:
+            self._on_report(line)
+
+    def engine_died(self, error: EngineDead) -> None:
+        """End all streams with EngineDead, then tell the owner."""
+        self._death = error
+        self._outputs.fail_all(error)
+        if self._on_dead is not None:
+            self._on_dead(error)
+
+    # ---- internals ----
+
+    def _check_open(self) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._closing:
+            raise EngineDead("the server is shutting down", hint="Send the request to another one.")
+        if not self._client.is_alive:
+            raise EngineDead("the engine process has ended")
+
+    def _send_aborts(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._client.send(AbortRequests(request_ids))

@@ -32,3 +32,17 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finished: bool = False  # all children are: this is the last output of the request
     timeline: RequestTimeline | None = None  # of this child, with its finish_reason
+
+    def merge(self, later: "RequestOutput") -> "RequestOutput":
+        """Add what came later to this output and return it; linear in what is new, as both are owned here."""
+        self.text_delta += later.text_delta
+        self.token_ids_delta += later.token_ids_delta
+        self.logprobs_delta += later.logprobs_delta
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.num_cached_tokens = later.num_cached_tokens
+        self.finished = later.finished
+        self.timeline = later.timeline
+        return self

@@ -46,9 +46,10 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
         kind = getattr(errors, self.class_name, KvctlError)
         if not (isinstance(kind, type) and issubclass(kind, KvctlError)):
             kind = KvctlError
-        if issubclass(kind, InvalidRequest):
-            return kind(self.message, hint=self.hint, param=self.param)
-        return kind(self.message, hint=self.hint)
+        error: KvctlError = kind(self.message, hint=self.hint)
+        if isinstance(error, InvalidRequest):
+            error.param = self.param
+        return error
 
 
 # ---- to the engine ----

@@ -1,0 +1,176 @@
+"""Chat templates: the Jinja program in a model folder that turns messages into a prompt.
+
+Runs in Jinja's immutable sandbox: a template comes with the model, or from a client, and is not trusted. The
+environment offers what templates on model hubs use: `raise_exception`, `strftime_now`, `tojson`, loop controls and
+the `{% generation %}` mark. Source: "Chat templates" in the transformers documentation; `tests` compare every
+rendering with transformers' own. Knows no tokens. Floor 2, imports no torch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvctl.errors import InvalidRequest, ModelBroken
+
+
+class _GenerationMark(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it only stands aside."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class has a plain set)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format_: str) -> str:
+    return datetime.now().strftime(format_)  # the local date is meant
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMark, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """The template(s) of one model, compiled once. Most have one, named "default"; some a second for tools.
+
+    Raises:
+        InvalidRequest: a template that is no Jinja.
+    """
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        environment = _environment()
+        self.sources = dict(sources)
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidRequest(
+                f"the chat template is not valid Jinja: {error.message} (line {error.lineno})", param="chat_template"
+            ) from error
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> "ChatTemplate | None":
+        """Find the template of a model folder: chat_template.jinja, chat_template.json or tokenizer_config.json.
+
+        Raises:
+            ModelBroken: there is one, and it is no Jinja.
+        """
+        sources = cls._find_sources(folder, tokenizer_config)
+        if not sources:
+            return None
+        try:
+            return cls(sources)
+        except InvalidRequest as error:
+            raise ModelBroken(
+                f"{error.message}, in {folder}", hint="Repair it, or start serve with --chat-template FILE."
+            ) from error
+
+    @staticmethod
+    def _find_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+        sources: dict[str, str] = {}
+        in_config: object = tokenizer_config.get("chat_template")
+        legacy = folder / "chat_template.json"
+        try:
+            if in_config is None and legacy.is_file():
+                in_config = json.loads(legacy.read_text(encoding="utf-8")).get("chat_template")
+            if isinstance(in_config, str):
+                sources["default"] = in_config
+            elif isinstance(in_config, list):
+                sources |= {entry["name"]: entry["template"] for entry in in_config}
+            own_file = folder / "chat_template.jinja"
+            if own_file.is_file():
+                sources["default"] = own_file.read_text(encoding="utf-8")
+            for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+                sources[extra.stem] = extra.read_text(encoding="utf-8")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelBroken(
+                f"the chat template in {folder} cannot be read: {error}", hint="Fetch the model again."
+            ) from error
+        return sources
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render `messages` as prompt text.
+
+        With `continue_final_message` the text ends in the last message's words, so that the model goes on with them.
+
+        Raises:
+            InvalidRequest: the template refuses the messages (its own words are in the message) or cannot cope.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name) or next(iter(self._templates.values()))
+        try:
+            text = template.render(
+                **(dict(variables or {})),
+                messages=messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error.message or error}", param="messages"
+            ) from error
+        except Exception as error:  # a template is a program: on odd messages it can raise anything
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
+            ) from error
+        return _cut_after(text, messages) if continue_final_message else text
+
+
+def _cut_after(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Cut the rendered text after the last message's words."""
+    words = messages[-1].get("content") if messages else None
+    if isinstance(words, list):
+        words = next((part.get("text") for part in reversed(words) if part.get("type") == "text"), None)
+    if not isinstance(words, str) or not words.strip():
+        raise InvalidRequest("continue_final_message needs a last message with text", param="messages")
+    start = text.rfind(words.strip())
+    if start < 0:
+        raise InvalidRequest(
+            "continue_final_message cannot be used: the chat template changes the last message's text",
+            param="continue_final_message",
+        )
+    kept = words.lstrip()  # keep the spaces at its end, if the template did
+    return text[: start + len(kept)] if text.startswith(kept, start) else text[: start + len(words.strip())]
