@@ -6,6 +6,7 @@ Knows nothing of commands or servers: `cli` and `server` read the class attribut
     |- ConfigError             exit 2   HTTP 500   an option or file says something impossible
     |- InvalidRequest          exit 1   HTTP 400   the caller's input cannot be served
     |  |- ModelNotFound        exit 1   HTTP 404   no such model here
+    |  |- FeatureNotServed     exit 1   HTTP 501   a known field that this engine cannot honour
     |- ModelNotSupported       exit 3   HTTP 501   this architecture is not known here
     |- ModelBroken             exit 1   HTTP 500   a file of the model is missing or damaged
     |- OutOfMemory             exit 4   HTTP 500   it does not fit
@@ -56,6 +57,13 @@ class ModelNotFound(InvalidRequest):
 
     http_status = 404
     http_type = "NotFoundError"
+
+
+class FeatureNotServed(InvalidRequest):
+    """A field that clients know and that would change the answer, but that this engine cannot honour."""
+
+    http_status = 501
+    http_type = "NotImplementedError"
 
 
 class ModelNotSupported(KvctlError):

@@ -1,0 +1,125 @@
+"""What the handlers of one server share: the engine, the tokenizer, the model's facts, the operator's limits.
+
+Plain data and two Protocols, no route and no JSON: the Protocols list all that the server needs of `AsyncLLM` and
+of the recorder. Floor 3.
+"""
+
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvctl.core.sampling_params import SamplingParams
+from kvctl.engine.config import EngineInfo
+from kvctl.engine.request_output import RequestOutput
+from kvctl.engine.tokenizer import Tokenizer
+from kvctl.errors import ModelNotFound
+from kvctl.server.admission import Admission
+from kvctl.server.exchange import Closing
+from kvctl.server.logprobs import TokenTexts
+from kvctl.server.sampling import SamplingDefaults, SamplingLimits
+
+
+class Engine(Protocol):
+    """What the server needs of `AsyncLLM`."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What building the engine found out."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Check the request now, then stream its outputs."""
+        ...
+
+
+class Metrics(Protocol):
+    """What the server needs of the recorder."""
+
+    def render(self) -> bytes:
+        """The /metrics page."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """What the operator decided about the API."""
+
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    response_role: str = "assistant"
+    trust_request_chat_template: bool = False
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    force_include_usage: bool = False
+    request_id_headers: bool = False
+    log_requests: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model of this server, under one or more names."""
+
+    names: tuple[str, ...]  # the first is what answers and metrics say
+    root: str  # what was asked for: a hub id, a folder, a file
+    created_s: int  # Unix time
+
+    @property
+    def name(self) -> str:
+        """The reported name."""
+        return self.names[0]
+
+    def check(self, asked: str | None) -> str:
+        """Return the name to answer with.
+
+        Raises:
+            ModelNotFound: `asked` is not served here.
+        """
+        if not asked:
+            return self.name
+        if asked not in self.names:
+            served = ", ".join(self.names)
+            raise ModelNotFound(
+                f"the model {asked[:200]!r} does not exist here", hint=f"This server serves: {served}.", param="model"
+            )
+        return asked
+
+
+@dataclass(slots=True)
+class ServingContext:
+    """Everything a handler needs. One per server, built by `launch`."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    metrics: Metrics
+    model: ServedModel
+    defaults: SamplingDefaults
+    limits: SamplingLimits
+    admission: Admission
+    closing: Closing
+    options: ApiOptions = field(default_factory=ApiOptions)
+    request_numbers: Iterator[int] = field(default_factory=itertools.count)
+    is_draining: bool = False  # set on SIGTERM: running requests may end, new ones get 503
+    texts: TokenTexts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = TokenTexts(self.tokenizer.token_text, self.tokenizer.backend.id_to_token)

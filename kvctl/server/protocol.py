@@ -1,0 +1,175 @@
+"""The bodies that clients send, as pydantic models: field names, types and the limits that need no model.
+
+Knows no engine and no tokenizer. A field that is not listed here is ignored, as vLLM does; one of type `Refused`
+would change the answer and is refused when set, never silently dropped. None means "not given": the model's
+generation config and then vLLM's default decide. Ranges of sampling values are checked by `SamplingParams`, so that
+offline and HTTP use say the same. Floor 3.
+
+Types are strict ("16" is no number) except that 16.0 is taken for 16, which JSON cannot tell apart.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
+
+MAX_PROMPTS = 1024  # in one completions request; vLLM's limit
+MAX_STOP_TOKEN_IDS = 4096
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Refused = SkipJsonSchema[Any]  # known, not served: `sampling.refuse_unsupported` names it; not in the OpenAPI document
+
+
+class Body(BaseModel):
+    """A JSON object from a client: unknown fields are ignored, NaN and infinity refused."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Body):
+    """The fields that completions and chat completions share."""
+
+    model: str | None = Field(None, description="A served model name; the first one if left out.")
+    n: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=16384)] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Strings | None = None
+    seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token id (as text) to bias, -100 to 100.")
+    user: str | None = None
+    # beyond OpenAI: vLLM's names
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    # known but not served
+    use_beam_search: Refused = None
+    response_format: Refused = None
+    structured_outputs: Refused = None
+    logprob_token_ids: Refused = None
+    repetition_detection: Refused = None
+    thinking_token_budget: Refused = None
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str
+        | Annotated[Strings, Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
+        Field(union_mode="left_to_right", description="A text, texts, token ids, or lists of token ids."),
+    ]
+    echo: bool | None = None
+    logprobs: Int | None = Field(None, description="That many most likely tokens per position; -1: all.")
+    add_special_tokens: bool | None = None
+    suffix: Refused = None
+    prompt_embeds: Refused = None
+
+
+class ContentPart(BaseModel):
+    """One part of a message; only type "text" is served."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message; fields beyond these reach the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[ContentPart] | None = None
+
+
+class ChatFields(Body):
+    """What turns messages into a prompt."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, ChatFields):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    echo: bool | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: Refused = None
+    audio: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+
+
+class TokenizeCompletionRequest(Body):
+    """POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatFields):
+    """POST /tokenize with messages."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
