@@ -39,7 +39,6 @@ class Gauge(StrEnum):
     KV_USED_TOKENS = "kv_used_tokens"
     KV_CAPACITY_TOKENS = "kv_capacity_tokens"
     KV_CACHE_BYTES = "kv_cache_bytes"
-    CACHED_BLOCKS_SHARE = "cached_blocks_share"
     HIT_RATE = "hit_rate"  # the server's own, over its own window
     MAX_NUM_SEQS = "max_num_seqs"
     MAX_NUM_BATCHED_TOKENS = "max_num_batched_tokens"
@@ -60,7 +59,6 @@ class Counter(StrEnum):
     PREEMPTIONS = "preemptions"
     PREFIX_QUERIES = "prefix_queries"  # tokens looked up
     PREFIX_HITS = "prefix_hits"  # tokens found
-    EVICTED_BLOCKS = "evicted_blocks"
     FINISHED = "finished"
     ABORTED = "aborted"
     REJECTED = "rejected"
@@ -169,10 +167,9 @@ _KVCTL = ServerNames(
         Gauge.MAX_NUM_BATCHED_TOKENS: _names("kvctl:max_num_batched_tokens"),
         Gauge.MAX_MODEL_LEN: _names("kvctl:max_model_len"),
         Gauge.KV_CACHE_BYTES: _names("kvctl:kv_cache_bytes"),
-        Gauge.KV_CAPACITY_TOKENS: _names("kvctl:kv_cache_size_tokens"),
     },
-    _VLLM_COUNTERS,
-    _VLLM_TIMINGS,
+    _VLLM_COUNTERS | {Counter.RECOMPUTED_TOKENS: _names("kvctl:recomputed_tokens_total")},
+    _VLLM_TIMINGS | {Timing.STEP_DURATION: _names("kvctl:step_duration_seconds")},
     engine_labels=("engine",),
 )
 _SGLANG = ServerNames(
