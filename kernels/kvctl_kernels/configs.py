@@ -1,0 +1,88 @@
+"""Launch configurations by architecture, head size and cache dtype: a table, not an autotuner.
+
+A table gives the same kernel on every start (determinism, CUDA graphs), compiles nothing twice and can be checked
+without a GPU: `scripts/kernel_report.py` compiles every row for every architecture and reads registers, spills,
+shared memory and instructions off the result. Imports neither torch nor triton.
+
+What the rows come from (compiled, not yet timed on a GPU): 4 warps spill in prefill at BLOCK_M 128; behind the load
+of a block table the pipeliner double-buffers K and V only at num_stages 5; shared memory allows 163 KB (sm_80),
+227 KB (sm_90, sm_100), 99 KB (sm_120), 64 KB (gfx942).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Arch = Literal["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"]
+ARCHS: tuple[Arch, ...] = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+SHARED_LIMIT_BYTES: dict[Arch, int] = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+}
+MIN_ROWS = 16  # tl.dot wants at least 16 rows
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One row of the table. `block_m` counts rows: query tokens times the heads of a group."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def arch_of(capability: tuple[int, int], is_hip: bool) -> Arch:
+    """The row of the table for a device; the next older one where there is none of its own."""
+    if is_hip:
+        return "gfx942"
+    major = capability[0]
+    return "sm_120" if major >= 12 else "sm_100" if major >= 10 else "sm_90" if major >= 9 else "sm_80"
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def decode_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> AttentionConfig:
+    """Configuration of `paged_decode` for pages of `kv_bytes` (1, 2 or 4) per number."""
+    block_m = max(MIN_ROWS, next_power_of_2(group))
+    wide = head_dim > 128
+    # Deep pipelines want shared memory for two K and two V tiles of BLOCK_N x head_dim beside the dot operands.
+    if arch == "gfx942":
+        return AttentionConfig(block_m, 32 if wide or kv_bytes == 4 else 64, 4, 2)
+    if kv_bytes == 4:
+        return AttentionConfig(block_m, 16 if wide else 32, 4, 3)
+    if wide:
+        return AttentionConfig(block_m, 32, 4, 5)
+    small_shared = arch == "sm_120" and head_dim > 64 and kv_bytes == 2
+    return AttentionConfig(block_m, 32 if small_shared else 64, 4, 5)
+
+
+def prefill_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> AttentionConfig:
+    """Configuration of `paged_prefill`."""
+    minimum = max(MIN_ROWS, next_power_of_2(group))
+    wide = head_dim > 128
+    if arch == "gfx942":
+        return AttentionConfig(max(minimum, 64 if wide else 128), 32 if wide or kv_bytes == 4 else 64, 8, 1)
+    if kv_bytes == 4:
+        return AttentionConfig(max(minimum, 32 if wide else 64), 16 if wide else 32, 8, 2)
+    if wide:
+        small = arch in ("sm_80", "sm_120")
+        return AttentionConfig(max(minimum, 64), 32, 8, 2 if small else 3)
+    if head_dim > 64:
+        return AttentionConfig(max(minimum, 128), 32 if arch == "sm_120" else 64, 8, 3)
+    return AttentionConfig(max(minimum, 128), 64, 8, 3)
+
+
+def num_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """How many parts the context of each request is cut into, so that a small batch still fills the GPU.
+
+    Depends on the batch size alone, never on lengths: it must not change between replays of a CUDA graph.
+    """
+    wanted = 2 * num_multiprocessors // max(1, num_requests * num_kv_heads)
+    return max(1, min(MAX_SPLITS, next_power_of_2(wanted + 1) // 2))
