@@ -7,7 +7,7 @@ never after `stop()` was called. Floor 2, imports no torch.
 import asyncio
 import contextlib
 import subprocess
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from kvctl.core.step import StepResult
 from kvctl.engine.config import EngineConfig, EngineInfo
@@ -118,8 +118,7 @@ class EngineClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport to write to."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, not the class
 
     def data_received(self, data: bytes) -> None:
         """Dispatch the complete messages."""
