@@ -7,7 +7,7 @@ never after `stop()` was called. Floor 2, imports no torch.
 import asyncio
 import contextlib
 import subprocess
-from typing import Final, Protocol, cast, cast
+from typing import Final, Protocol, cast
 
 from kvctl.core.step import StepResult
 from kvctl.engine.config import EngineConfig, EngineInfo
