@@ -79,6 +79,10 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(x.dtype)
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of the largest logit of each row [R, V], the first of equal ones: int64 [R]."""
+        return logits.float().argmax(dim=-1)
+
     def paged_attention(
         self,
         query: Tensor,

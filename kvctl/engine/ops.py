@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from kvctl.engine.config import CpuKernels
+from kvctl.errors import ConfigError
+from kvctl_kernels.cpu_build import NativeUnavailable, load_native
+from kvctl_kernels.cpu_ops import DTYPE_CODES, NativeCpuOps
 from kvctl_kernels.metadata import AttentionMetadata
 from kvctl_kernels.reference import TorchOps
 
@@ -68,6 +71,9 @@ class Ops(Protocol):
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """x [T, 2 * I], gate first: gelu_tanh(gate) * up."""
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of the largest logit of each row [R, V], the first of equal ones: int64 [R]."""
+
     def paged_attention(
         self,
         query: Tensor,
@@ -85,5 +91,21 @@ class Ops(Protocol):
 def select_ops(
     device: torch.device | str, dtype: torch.dtype, cpu_kernels: CpuKernels = "auto", num_threads: int | None = None
 ) -> Ops:
-    """Choose the kernels for this device and dtype. `num_threads`: CPU only, None takes torch's setting."""
-    return TorchOps()
+    """Choose the kernels for this device and dtype. `num_threads`: CPU only, None takes torch's setting.
+
+    "auto" takes the native kernels where they can be had and torch otherwise, with the reason; the first call on a
+    machine compiles them (seconds).
+
+    Raises:
+        ConfigError: "native" was asked for and cannot be had.
+    """
+    if torch.device(device).type != "cpu" or cpu_kernels == "torch":
+        return TorchOps()
+    try:
+        if dtype not in DTYPE_CODES:
+            raise NativeUnavailable(f"native CPU kernels compute in float32 and bfloat16, not in {dtype}")
+        return NativeCpuOps(load_native(), dtype, num_threads or torch.get_num_threads())
+    except NativeUnavailable as error:
+        if cpu_kernels == "native":
+            raise ConfigError(f"no native CPU kernels: {error}", hint="Leave --cpu-kernels at auto.") from error
+        return TorchOps(reason=f"no native CPU kernels: {error}")
