@@ -15,7 +15,7 @@ REASON: Final = "max_num_queued_reqs"  # the label in vllm:admission_rejections
 class Admission:
     """Counts requests in flight; with `max_in_flight` reached a newcomer gets 503 and may come again."""
 
-    def __init__(self, max_in_flight: int | None = None, on_rejection: Callable[[str], None] | None = None) -> None:
+    def __init__(self, max_in_flight: int | None = None, on_rejection: Callable[[], None] | None = None) -> None:
         self._max_in_flight = max_in_flight
         self._on_rejection = on_rejection
         self.in_flight = 0
@@ -29,7 +29,7 @@ class Admission:
         """
         if self._max_in_flight is not None and self.in_flight >= self._max_in_flight:
             if self._on_rejection is not None:
-                self._on_rejection(REASON)
+                self._on_rejection()
             raise QueueFull(
                 f"{self.in_flight} requests are in flight, the limit is {self._max_in_flight}",
                 hint="Try again later; the server's --max-num-queued-reqs sets the limit.",

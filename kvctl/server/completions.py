@@ -37,8 +37,8 @@ def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
     """One entry per prompt."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and isinstance(prompt[0], int):
-        return [cast(list[int], prompt)]
+    if prompt and isinstance(prompt[0], int):  # then all of them are
+        return [prompt]
     return cast(list[str | list[int]], prompt)
 
 

@@ -5,9 +5,9 @@ of the recorder. Floor 3.
 """
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.engine.config import EngineInfo
@@ -17,6 +17,7 @@ from kvctl.errors import ModelNotFound
 from kvctl.server.admission import Admission
 from kvctl.server.exchange import Closing
 from kvctl.server.logprobs import TokenTexts
+from kvctl.server.options import ApiOptions
 from kvctl.server.sampling import SamplingDefaults, SamplingLimits
 
 
@@ -57,22 +58,6 @@ class Metrics(Protocol):
     def render(self) -> bytes:
         """The /metrics page."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ApiOptions:
-    """What the operator decided about the API."""
-
-    api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""
-    response_role: str = "assistant"
-    trust_request_chat_template: bool = False
-    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    force_include_usage: bool = False
-    request_id_headers: bool = False
-    log_requests: bool = False
-    return_tokens_as_token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,9 @@ class CompletionRequest(GenerationRequest):
         str
         | Annotated[Strings, Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
+        | Annotated[
+            list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
+        ],
         Field(union_mode="left_to_right", description="A text, texts, token ids, or lists of token ids."),
     ]
     echo: bool | None = None

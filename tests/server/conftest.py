@@ -12,8 +12,9 @@ from tests.support.byte_tokenizer import VOCAB_SIZE, build_tokenizer
 from kvctl.metrics.recorder import PrometheusRecorder
 from kvctl.server.admission import Admission
 from kvctl.server.app import build_app
-from kvctl.server.context import ApiOptions, ServedModel, ServingContext
+from kvctl.server.context import ServedModel, ServingContext
 from kvctl.server.exchange import Closing
+from kvctl.server.options import ApiOptions
 from kvctl.server.sampling import SamplingDefaults, SamplingLimits
 
 MODEL = "stub-model"

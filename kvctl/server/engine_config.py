@@ -1,0 +1,167 @@
+"""From what was asked for and what the model says to the engine's configuration, with vLLM's defaults.
+
+Knows no HTTP. Imports no torch: whether there is a GPU, and how large, is asked of the driver. Floor 3.
+Source of the defaults: serving_conventions.md section 3 (vLLM 0.33): CPU 2,048 tokens and 128 requests; GPUs of
+160 GiB or more 16,384 and 1,024, of 70 GiB or more 8,192 and 1,024 (256 on A100), others 2,048 and 256.
+"""
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from kvctl.core.config import SchedulerConfig
+from kvctl.engine.config import DeviceConfig, EngineConfig, ModelConfig
+from kvctl.engine.model_source import ModelFacts
+from kvctl.errors import ConfigError
+from kvctl.server.config import ModelOptions, SchedulerOptions, ServeConfig
+from kvctl.server.sampling import SamplingDefaults
+from kvctl.units import GIB, MIB
+
+_NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")
+_DRIVER_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The first GPU, as its driver describes it."""
+
+    name: str
+    memory_bytes: int
+
+
+def find_gpu(device: DeviceConfig) -> Gpu | None:
+    """Return the GPU the engine will use; None where it will use the CPU."""
+    if device.device == "cpu" or not _NVIDIA_DEVICE.exists() or _torch_is_cpu_only():
+        return None
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Gpu("unknown", 0)
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_TIMEOUT_S, check=True).stdout
+        name, _, mebibytes = answer.strip().partition(",")
+        return Gpu(name.strip(), int(mebibytes) * MIB)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return Gpu("unknown", 0)
+
+
+def _torch_is_cpu_only() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
+
+
+def default_limits(gpu: Gpu | None) -> tuple[int, int]:
+    """Return (max_num_batched_tokens, max_num_seqs) for a device."""
+    if gpu is None:
+        return 2048, 128
+    if gpu.memory_bytes >= 70 * GIB:
+        batched = 16_384 if gpu.memory_bytes >= 160 * GIB else 8192
+        return batched, 256 if "a100" in gpu.name.lower() else 1024
+    return 2048, 256
+
+
+def build_scheduler_config(asked: SchedulerOptions, max_model_len: int, gpu: Gpu | None) -> SchedulerConfig:
+    """Fill in what was not asked for, clipped to what can be of use.
+
+    Raises:
+        ConfigError: what was asked for contradicts itself.
+    """
+    batched_default, seqs_default = default_limits(gpu)
+    if asked.performance_mode == "throughput":
+        batched_default, seqs_default = 2 * batched_default, 2 * seqs_default
+    if not asked.enable_chunked_prefill:
+        batched_default = max(batched_default, max_model_len)
+    seqs, batched = asked.max_num_seqs, asked.max_num_batched_tokens
+    if seqs is None:
+        seqs = seqs_default if batched is None else min(seqs_default, batched)
+    if batched is None:
+        batched = max(min(batched_default, seqs * max_model_len), seqs)
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+        policy=asked.policy,
+        enable_chunked_prefill=asked.enable_chunked_prefill,
+        long_prefill_token_threshold=asked.long_prefill_token_threshold,
+        scheduler_reserve_full_isl=asked.reserve_full_isl,
+        watermark=asked.watermark,
+    )
+
+
+def choose_max_model_len(asked: int | None, facts: ModelFacts) -> int:
+    """Return the longest request, prompt and output.
+
+    Raises:
+        ConfigError: more than the model was made for.
+    """
+    if asked is None:
+        return facts.max_model_len
+    if asked > facts.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {asked} is over the model's own length of {facts.max_model_len}",
+            hint="Beyond it the answers turn to nonsense; give at most that many.",
+        )
+    return asked
+
+
+def build_engine_config(config: ServeConfig, facts: ModelFacts, folder: Path) -> EngineConfig:
+    """Build what the engine process is told.
+
+    Raises:
+        ConfigError: an impossible value or combination.
+    """
+    max_model_len = choose_max_model_len(config.model.max_model_len, facts)
+    return EngineConfig(
+        model=ModelConfig(str(folder), config.model.dtype, config.model.load_format, config.model.seed),
+        scheduler=build_scheduler_config(config.scheduler, max_model_len, find_gpu(config.device)),
+        cache=config.cache,
+        device=config.device,
+    )
+
+
+def read_sampling_defaults(model: ModelOptions, facts: ModelFacts) -> SamplingDefaults:
+    """Read what the model's authors recommend, and what the operator overrides.
+
+    Raises:
+        ConfigError: a file that cannot be read, or an impossible value.
+    """
+    if model.generation_config == "auto":
+        generation_config: dict[str, Any] = facts.generation_config
+    elif model.generation_config == "vllm":
+        generation_config = {}
+    else:
+        path = Path(model.generation_config)
+        path = path / "generation_config.json" if path.is_dir() else path
+        try:
+            generation_config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--generation-config: {path} cannot be read: {error}", hint="Give auto, vllm, a folder or a file."
+            ) from None
+        if not isinstance(generation_config, dict):
+            raise ConfigError(f"--generation-config: {path} holds no JSON object", hint="Give another file.")
+    return SamplingDefaults.from_generation_config(generation_config | dict(model.override_generation_config))
+
+
+def read_chat_template(asked: str | None) -> str | None:
+    """Return the Jinja text of --chat-template: a file's content, or the text itself.
+
+    Raises:
+        ConfigError: neither a file nor a template.
+    """
+    if asked is None:
+        return None
+    if "{" in asked or "\n" in asked:
+        return asked
+    try:
+        return Path(asked).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--chat-template: {asked} cannot be read: {error}", hint="Give a file, or the template itself."
+        ) from None
