@@ -96,6 +96,20 @@ class Histogram:
         low = self.bounds[index - 1] if index else 0.0
         return low, self.bounds[index], (counts[index] - before) / counts[-1]
 
+    def top_bucket_mean(self) -> float | None:
+        """Estimate the mean of the observations in the highest used bucket: all others stand at their middles."""
+        top = self.top_bucket()
+        if top is None or self.sum is None or math.isinf(top[1]):
+            return None
+        counts = _monotonic(self.cumulative)
+        others, low, before = 0.0, 0.0, 0.0
+        for bound, count in zip(self.bounds, counts, strict=True):
+            if bound >= top[1]:
+                break
+            others += (count - before) * (low + bound) / 2
+            low, before = bound, count
+        return min(top[1], max(top[0], (self.sum - others) / (counts[-1] - before)))
+
     def share_above(self, bound: float) -> float | None:
         """Return the share of observations above the first bucket bound that is >= `bound`; None if empty."""
         counts = _monotonic(self.cumulative)

@@ -182,6 +182,11 @@ def prefix_too_short(case: Case) -> Finding | None:
         evidence.append(Evidence(f"a block has {block} tokens", "block_size", float(block)))
     if prompt is not None:
         evidence.append(Evidence(f"a prompt has {format_count(prompt)} on average", "prompt_tokens_mean", prompt))
+    if partial is None and now.written_tokens and now.kv_capacity_tokens:
+        times = now.written_tokens / now.kv_capacity_tokens
+        if times >= 1:
+            text = f"the cache has been written over {times:.1f} times: what would match may be gone"
+            evidence.append(Evidence(text, "cache_turnover", times))
     summary = f"Prefix cache finds nothing: 0 of {format_count(now.prefix_queries)} tokens; {why}."
     return Finding(Limit.PREFIX_TOO_SHORT, confidence, summary, tuple(evidence), remedies.share_more(case))
 
@@ -221,6 +226,8 @@ def _added_latency(case: Case) -> tuple[float, float] | None:
     ttft, queue, prefill = case.now.ttft_s, case.now.queue_s, case.now.prefill_s
     if ttft is None or queue is None or prefill is None or min(ttft.count, queue.count, prefill.count) < 5:
         return None
+    if case.waiting_mean > 0 or not 0.7 <= ttft.count / queue.count <= 1.4:
+        return None  # the first tokens and the finished requests of the window are not the same requests
     if ttft.mean is None or queue.mean is None or prefill.mean is None:
         return None
     return ttft.mean - queue.mean - prefill.mean, ttft.mean

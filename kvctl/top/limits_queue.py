@@ -147,7 +147,7 @@ def token_budget(case: Case) -> Finding | None:
                 f"max_num_batched_tokens is inferred: {top[2]:.0%} of the steps lie in the highest used bucket, "
                 f"{format_count(top[0])} .. {format_count(top[1])} tokens",
                 "max_num_batched_tokens_inferred",
-                top[0],
+                now.step_tokens_histogram.top_bucket_mean() if now.step_tokens_histogram else None,
             )
         )
     if prefill is not None:

@@ -91,11 +91,11 @@ def more_step_tokens(case: Case) -> tuple[Advice, ...]:
     """Prefill bound: larger steps, less to compute, or more servers."""
     now = case.now
     budget = now.max_num_batched_tokens
-    top = now.step_tokens_histogram.top_bucket() if now.step_tokens_histogram else None
-    basis = float(budget) if budget is not None else (max(top[0], 1.0) if top else None)
+    seen = now.step_tokens_histogram.top_bucket_mean() if now.step_tokens_histogram else None
+    basis = float(budget) if budget is not None else seen
     advice: list[Advice] = []
     prompt = now.request_size.prompt_tokens if now.request_size is not None else None
-    if basis is not None:
+    if basis:
         target = 1 << math.ceil(math.log2(max(basis * 2, min(prompt or 0.0, basis * 8))))
         text = (
             f"{'' if budget is not None else 'about '}{format_count(basis)} -> {format_count(target)} tokens per step"

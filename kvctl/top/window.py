@@ -15,6 +15,8 @@ from kvctl.top.reading import EngineReading
 
 Key = TypeVar("Key")
 
+_REGIME_READINGS = 3
+
 
 @dataclass(slots=True)
 class Window:
@@ -52,6 +54,22 @@ def readings_within(readings: Sequence[EngineReading], window_s: float) -> Seque
     oldest_s = readings[-1].at_s - window_s * 1.1
     first = next(index for index, reading in enumerate(readings) if reading.at_s >= oldest_s)
     return readings[min(first, len(readings) - 2) :]
+
+
+def current_regime(readings: Sequence[EngineReading]) -> Sequence[EngineReading]:
+    """Return the newest readings that are of one kind: with a queue, or without; all of them where that flickers.
+
+    A verdict about what happens now must not average over the time before it began. Three readings make a kind.
+    A quiet beginning goes too, all but the last quiet reading, which the first increments are measured from.
+    """
+    queues = [reading.gauges.get(Gauge.WAITING, 0.0) > 0 for reading in readings]
+    same = len(queues) - next((i + 1 for i in reversed(range(len(queues))) if queues[i] != queues[-1]), 0)
+    if same >= _REGIME_READINGS:
+        readings = readings[-same:]
+    busy = next((i for i, r in enumerate(readings) if r.gauges.get(Gauge.RUNNING, 0.0) > 0), None)
+    if busy is not None and busy >= 1 and len(readings) - busy >= _REGIME_READINGS:
+        readings = readings[busy - 1 :]
+    return readings
 
 
 def measure(readings: Sequence[EngineReading]) -> Window | None:
