@@ -1,0 +1,180 @@
+"""Sends requests to one server over a pool of connections, opening more as they are needed.
+
+Knows one server's address, path and headers; knows nothing of what is sent or of when. A request that meets a kept
+connection which the server has just closed is sent once more on a new one. Floor 3.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from urllib.parse import urlsplit
+
+from kvctl.bench.http_connection import DecodePump, Exchange, HttpConnection
+from kvctl.bench.stream_decoder import StreamDecoder
+from kvctl.bench.wire import ArrivalClock, connect
+from kvctl.errors import ConfigError, ServerUnreachable
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Where requests go and how connections are kept."""
+
+    url: str  # http://host:port, with any path before /v1
+    path: str = "/v1/completions"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+    keep_alive: bool = True
+    verify_tls: bool = True
+
+
+class LoadClient:
+    """A pool of connections to one server."""
+
+    def __init__(self, config: ClientConfig, loop: asyncio.AbstractEventLoop) -> None:
+        parts = urlsplit(config.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{config.url!r} is not a server's address", hint="Write it like http://127.0.0.1:8000.")
+        self._config = config
+        self._loop = loop
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = _tls_context(config.verify_tls) if parts.scheme == "https" else None
+        self._address: str | None = None
+        self._idle: list[HttpConnection] = []
+        self._busy: set[HttpConnection] = set()
+        self.pump = DecodePump(loop)
+        self.clock = ArrivalClock()
+        self.num_connections = 0
+        head = [
+            f"POST {parts.path.rstrip('/')}{config.path} HTTP/1.1",
+            f"host: {parts.netloc.rpartition('@')[2]}",
+            "content-type: application/json",
+            "accept: text/event-stream",
+            "user-agent: kvctl-bench",
+            *(f"{name}: {value}" for name, value in config.headers.items()),
+        ]
+        if not config.keep_alive:
+            head.append("connection: close")
+        self._head = "\r\n".join(head).encode("latin-1")
+
+    async def resolve(self) -> None:
+        """Look the host up once, so that no lookup is timed.
+
+        Raises:
+            ServerUnreachable: the name is not known.
+        """
+        try:
+            found = await self._loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ServerUnreachable(
+                f"cannot look up {self._host!r}: {error.strerror or error}", hint="Check the address of the server."
+            ) from None
+        self._address = str(found[0][4][0])
+
+    async def perform(
+        self,
+        request_id: str,
+        body: bytes,
+        due_s: float,
+        on_decoded: Callable[[Exchange], None],
+        *,
+        keep_text: bool = False,
+        keep_times: bool = False,
+    ) -> Exchange:
+        """Send one request and wait until its answer is complete or has failed; never raises for a failed request.
+
+        `on_decoded` is called once with the exchange, soon after its end, when its events have been decoded.
+        """
+        request = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+            self._head,
+            request_id.encode(),
+            len(body),
+            body,
+        )
+        while True:
+            decoder = StreamDecoder(keep_text=keep_text, keep_times=keep_times)
+            exchange = Exchange(request_id, due_s, decoder, self._loop.create_future(), on_decoded)
+            connection = self._take_idle()
+            if connection is None:
+                begin_s = perf_counter()
+                connection = await self._connect(exchange)
+                if connection is None:
+                    self.pump.add(exchange)
+                    return exchange
+                exchange.connect_s = perf_counter() - begin_s
+            await self._exchange(connection, exchange, request)
+            if exchange.error_kind != "stale":
+                self.pump.add(exchange)
+                return exchange
+
+    async def _exchange(self, connection: HttpConnection, exchange: Exchange, request: bytes) -> None:
+        self._busy.add(connection)
+        timeout = self._loop.call_later(
+            self._config.timeout_s, connection.abort, "timeout", f"no end after {self._config.timeout_s:g} s"
+        )
+        try:
+            connection.send(exchange, request)
+            await exchange.finished
+        except asyncio.CancelledError:
+            connection.abort("cancelled", "the run was over")
+            self.pump.add(exchange)
+            raise
+        finally:
+            timeout.cancel()
+            self._busy.discard(connection)
+        if connection.is_open:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        """Close every connection; requests under way end as cancelled."""
+        for connection in self._idle:
+            connection.close()
+        for connection in list(self._busy):
+            connection.abort("cancelled", "the run was over")
+        self._idle.clear()
+
+    def _take_idle(self) -> HttpConnection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _connect(self, exchange: Exchange) -> HttpConnection | None:
+        if self._address is None:
+            await self.resolve()
+        self.num_connections += 1
+        try:
+            connection = HttpConnection(self.pump)
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                wire = await connect(
+                    self._loop,
+                    (self._address or "", self._port),
+                    self.clock,
+                    connection,
+                    tls=self._tls,
+                    server_hostname=self._host if self._tls else None,
+                )
+            connection.attach(wire)
+        except TimeoutError:
+            exchange.end(perf_counter(), "connect", f"no connection after {self._config.connect_timeout_s:g} s")
+        except ssl.SSLError as error:
+            exchange.end(perf_counter(), "tls", str(error.reason or error))
+        except OSError as error:
+            exchange.end(perf_counter(), "connect", error.strerror or str(error))
+        else:
+            return connection
+        return None
+
+
+def _tls_context(verify: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

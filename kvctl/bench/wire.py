@@ -1,0 +1,251 @@
+"""Moves bytes over one connection and says when they arrived: by the kernel's clock where it has one.
+
+On Linux a plain TCP socket is read with `recvmsg` and SO_TIMESTAMPNS: the kernel notes the moment a segment comes in,
+so what is measured does not depend on how busy this process is, and how late each read was handled is known exactly.
+With TLS, and elsewhere, asyncio's transport reads, and the moment is that of the read. Knows nothing of HTTP. Floor 3.
+
+Source: Linux, Documentation/networking/timestamping.rst, section 1.1 (SO_TIMESTAMPNS; for TCP, the last segment read).
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+import sys
+from array import array
+from time import CLOCK_REALTIME, clock_gettime_ns, perf_counter, perf_counter_ns
+from typing import Protocol, cast
+
+from kvctl.metrics.log_histogram import LogHistogram
+
+_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module of Python 3.11 does not name it
+_TIMESPEC = struct.Struct("@qq")
+_unpack_timespec = _TIMESPEC.unpack
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if sys.platform == "linux" else 0
+_READ_BYTES = 64 * 1024
+_OFFSET_AGE_S = 0.05
+_MAX_PLAUSIBLE_LAG_S = 10.0  # beyond it the wall clock was set in between: the moment of the read is taken
+
+
+class ArrivalClock:
+    """Turns the kernel's wall-clock stamps into perf_counter seconds, and keeps how late reads were handled."""
+
+    def __init__(self) -> None:
+        self.uses_kernel = sys.platform == "linux"
+        self.lags = LogHistogram()
+        self._recent_lags_s = array("d")
+        self._offset_ns = 0
+        self._offset_until_s = 0.0
+
+    def arrival_s(self, stamp: bytes, now_s: float) -> float:
+        """The arrival that a stamp tells, never after `now_s`."""
+        if now_s > self._offset_until_s:
+            self._measure_offset()
+            self._offset_until_s = now_s + _OFFSET_AGE_S
+        seconds, nanoseconds = _unpack_timespec(stamp)
+        arrival_s: float = (seconds * 1_000_000_000 + nanoseconds - self._offset_ns) * 1e-9
+        lag_s = now_s - arrival_s
+        if lag_s < 0 or lag_s > _MAX_PLAUSIBLE_LAG_S:
+            return now_s
+        recent = self._recent_lags_s
+        recent.append(lag_s)
+        if len(recent) >= 1024:
+            self.flush()
+        return arrival_s
+
+    def flush(self) -> None:
+        """Move the lags kept last into the histogram."""
+        self.lags.add(self._recent_lags_s)
+        del self._recent_lags_s[:]
+
+    def _measure_offset(self) -> None:
+        best_ns = 1 << 62
+        for _ in range(3):
+            before_ns = perf_counter_ns()
+            wall_ns = clock_gettime_ns(CLOCK_REALTIME)
+            after_ns = perf_counter_ns()
+            if after_ns - before_ns < best_ns:
+                best_ns = after_ns - before_ns
+                self._offset_ns = wall_ns - (before_ns + after_ns) // 2
+
+
+class Receiver(Protocol):
+    """Who reads from a wire."""
+
+    def receive(self, data: bytes, arrival_s: float) -> None:
+        """Take bytes; `arrival_s` is when the last of them came (perf_counter seconds)."""
+
+    def lost(self, error: OSError | None) -> None:
+        """The connection has ended; called once."""
+
+
+class Wire(Protocol):
+    """One open connection."""
+
+    def send(self, data: bytes) -> None:
+        """Hand bytes to the kernel now as far as it takes them, the rest when it does.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+
+    def close(self) -> None:
+        """Close; `lost` is not called any more."""
+
+    def abort(self) -> None:
+        """Close at once and rudely (the peer sees a reset)."""
+
+
+class SocketWire:
+    """A plain TCP connection, read with the kernel's time stamps."""
+
+    __slots__ = ("__weakref__", "_clock", "_fd", "_loop", "_receiver", "_recvmsg", "_socket", "_unsent")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, clock: ArrivalClock, receiver: Receiver
+    ) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        self._loop = loop
+        self._socket = sock
+        self._recvmsg = sock.recvmsg
+        self._fd = sock.fileno()
+        self._clock = clock
+        self._receiver = receiver
+        self._unsent = bytearray()
+        loop.add_reader(self._fd, self._on_readable)
+
+    def send(self, data: bytes) -> None:
+        """Hand bytes to the kernel now as far as it takes them, the rest when it does."""
+        if self._fd < 0:
+            raise BrokenPipeError
+        sent = 0
+        if not self._unsent:
+            try:
+                sent = os.write(self._fd, data)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(data):
+                return
+            self._loop.add_writer(self._fd, self._on_writable)
+        self._unsent += memoryview(data)[sent:]
+
+    def close(self) -> None:
+        """Close; `lost` is not called any more."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            if self._unsent:
+                self._loop.remove_writer(self._fd)
+            self._fd = -1
+            self._socket.close()
+
+    def abort(self) -> None:
+        """Close at once and rudely: unsent data is dropped, the peer sees a reset."""
+        if self._fd >= 0:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close()
+
+    def _on_readable(self) -> None:
+        try:
+            data, ancillary, _, _ = self._recvmsg(_READ_BYTES, _ANCILLARY_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(error)
+            return
+        now_s = perf_counter()
+        if not data:
+            self._lose(None)
+        elif ancillary and len(ancillary[0][2]) == 16:
+            self._receiver.receive(data, self._clock.arrival_s(ancillary[0][2], now_s))
+        else:
+            self._receiver.receive(data, now_s)
+
+    def _on_writable(self) -> None:
+        try:
+            sent = os.write(self._fd, self._unsent)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(error)
+            return
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._fd)
+
+    def _lose(self, error: OSError | None) -> None:
+        self.close()
+        self._receiver.lost(error)
+
+
+class TransportWire(asyncio.Protocol):
+    """A connection read by asyncio: TLS, or no Linux. Moments are those of the reads."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver: Receiver | None = receiver
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: connected."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio: bytes have been read."""
+        now_s = perf_counter()
+        if self._receiver is not None:
+            self._receiver.receive(data, now_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: the connection has ended."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.lost(exc if isinstance(exc, OSError) else None)
+
+    def send(self, data: bytes) -> None:
+        """Hand bytes to the transport, which writes them at once where it can."""
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Close; `lost` is not called any more."""
+        self._receiver = None
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._receiver = None
+        self._transport.abort()
+
+
+async def connect(
+    loop: asyncio.AbstractEventLoop,
+    address: tuple[str, int],
+    clock: ArrivalClock,
+    receiver: Receiver,
+    *,
+    tls: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
+) -> Wire:
+    """Open a connection to an IP address.
+
+    Raises:
+        OSError: refused, unreachable or no TLS (ssl.SSLError is an OSError).
+    """
+    if tls is not None or not clock.uses_kernel:
+        clock.uses_kernel = False
+        _, wire = await loop.create_connection(
+            lambda: TransportWire(receiver), *address, ssl=tls, server_hostname=server_hostname
+        )
+        return wire
+    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    sock.setblocking(False)
+    try:
+        await loop.sock_connect(sock, address)
+        return SocketWire(loop, sock, clock, receiver)
+    except BaseException:
+        sock.close()
+        raise

@@ -1,0 +1,91 @@
+"""Makes prompt texts of a wanted length in tokens without a tokenizer, each different from its first word on.
+
+A text is a run of common English words, each one token in most vocabularies. What a server really counts is learned
+from its `usage` (`TokenRate`): tokens = overhead + words * rate. Texts are cut from one seeded stream of words, so
+that making one costs microseconds. Equal keys give equal texts: that is how shared prefixes and traces with block
+hashes are made. Pure; shared by bench and simulator. Floor 0.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+# Common words of one syllable: with the space before it, each is one token for the BPE and unigram vocabularies in
+# wide use. Where it is not so, `TokenRate` says how many tokens a word costs.
+_WORD_LIST = (
+    "the and for are but not you all any can had her was one our out day get has him his how man new now old "
+    "see two way who boy did its let put say she too use dad mom big red run sun top car cat dog hot ice job "
+    "key law lot map men net oil own pay per raw sea set six ten try war win yes age air arm art ask bad bag "
+    "bar bed bit box bus buy cup cut ear eat egg end eye far few fly fun gas god gun hit kid leg lie low met "
+    "mix"
+)
+WORDS = _WORD_LIST.split()
+_NUM_ROUNDS = 509  # orders of the words to choose from
+_SHUFFLED_WORDS = 24  # at the start of a text: more than a block of any prefix cache
+
+
+@dataclass(frozen=True)
+class TokenRate:
+    """What words cost at one server: tokens = overhead_tokens + num_words * tokens_per_word."""
+
+    overhead_tokens: float = 0.0  # of a chat template or a start token
+    tokens_per_word: float = 1.0
+
+    def words_for(self, num_tokens: int) -> int:
+        """How many words make a prompt of so many tokens; at least one."""
+        return max(1, round((num_tokens - self.overhead_tokens) / self.tokens_per_word))
+
+    def words_within(self, num_tokens: int) -> int:
+        """How many words a part of a prompt (a shared prefix) needs: no overhead."""
+        return max(1, round(num_tokens / self.tokens_per_word))
+
+    @classmethod
+    def from_probes(cls, few: tuple[int, int], many: tuple[int, int]) -> "TokenRate | None":
+        """Fit (words, tokens) of two probes; None when they make no sense."""
+        (words_1, tokens_1), (words_2, tokens_2) = few, many
+        if words_2 <= words_1 or tokens_2 <= tokens_1:
+            return None
+        rate = (tokens_2 - tokens_1) / (words_2 - words_1)
+        overhead = tokens_1 - words_1 * rate
+        return cls(max(0.0, overhead), rate)
+
+
+class PromptMaker:
+    """Texts from one seed. Texts of equal length hold the same words in another order, so they cost equal tokens
+    wherever a word costs the same at every place."""
+
+    def __init__(self, seed: int, rate: TokenRate | None = None) -> None:
+        self.seed = seed
+        self.rate = rate or TokenRate()
+        self._rng = random.Random(f"prompts-{seed}")
+        shuffler = random.Random(f"words-{seed}")
+        self._rounds = [" ".join(shuffler.sample(WORDS, len(WORDS))) for _ in range(_NUM_ROUNDS)]
+
+    def unique(self, num_words: int) -> str:
+        """A text whose first words are drawn anew: no cache of prefixes knows it."""
+        return self._text(num_words, self._rng)
+
+    def keyed(self, key: object, num_words: int) -> str:
+        """The text of a key: always the same for the same key, seed and length."""
+        digest = hashlib.blake2b(f"{self.seed}/{key}".encode(), digest_size=8).digest()
+        return self._text(num_words, random.Random(int.from_bytes(digest, "big")))
+
+    def _text(self, num_words: int, rng: random.Random) -> str:
+        full, rest = divmod(num_words, len(WORDS))
+        head = WORDS[:] if full else WORDS[:rest]
+        for i in range(min(_SHUFFLED_WORDS, len(head) - 1)):
+            j = int(rng.random() * (len(head) - i)) + i
+            head[i], head[j] = head[j], head[i]
+        parts = [" ".join(head)] if head else []
+        if full > 1:
+            start = int(rng.random() * _NUM_ROUNDS)
+            parts += [self._rounds[(start + i) % _NUM_ROUNDS] for i in range(full - 1)]
+        if full and rest:
+            parts.append(_tail(rest))
+        return " ".join(parts)
+
+
+@lru_cache(maxsize=len(WORDS))
+def _tail(num_words: int) -> str:
+    return " ".join(WORDS[:num_words])
