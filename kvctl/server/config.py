@@ -11,6 +11,7 @@ from kvctl.core.config import CacheConfig, SchedulingPolicy
 from kvctl.engine.config import DeviceConfig, Dtype, LoadFormat
 from kvctl.server.options import ApiOptions
 
+POLLED_PATHS = ("/health", "/ping", "/metrics", "/load")
 PerformanceMode = Literal["balanced", "throughput", "interactivity"]
 
 
@@ -58,7 +59,7 @@ class NetworkOptions:
     ssl_cert_reqs: int = 0
     log_level: str = "info"
     access_log: bool = True
-    quiet_paths: tuple[str, ...] = ("/health", "/ping", "/metrics", "/load")  # polled: not in the access log
+    quiet_paths: tuple[str, ...] = POLLED_PATHS  # not in the access log
 
 
 @dataclass(frozen=True, slots=True)
