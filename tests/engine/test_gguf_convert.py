@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tests.support import gguf_files
-from tests.support.tiny_models import ALL, LLAMA, TinyModel, build
 
 from kvctl.engine.gguf_convert import _to_bf16, convert_gguf, converted_size_bytes
 from kvctl.engine.model_source import read_model_facts
 from kvctl.errors import KvctlError, ModelBroken, ModelNotFound, ModelNotSupported
+from tests.support import gguf_files
+from tests.support.tiny_models import ALL, LLAMA, TinyModel, build
 
 Q = gguf.GGMLQuantizationType
 # llama.cpp scales Gemma's queries by the head's length, whatever query_pre_attn_scalar says.
