@@ -108,6 +108,15 @@ def parse_positive(text: str) -> int:
     return count
 
 
+def parse_timeout(text: str | float) -> float:
+    """Read '30', '2m' or the default, which is a number already.
+
+    Raises:
+        ConfigError: something else.
+    """
+    return text if isinstance(text, float) else parse_seconds(text)
+
+
 def parse_json_object(text: str) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -247,7 +256,7 @@ ShutdownTimeout = Annotated[
     typer.Option(
         help="On SIGTERM, seconds that running requests get.",
         rich_help_panel=API,
-        parser=parse_seconds,
+        parser=parse_timeout,
         metavar="SECONDS",
     ),
 ]
