@@ -6,7 +6,7 @@ them. Invariant: every layer index below `num_layers` has at least one LayerShap
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvctl.errors import ModelBroken
@@ -90,7 +90,7 @@ class ModelShape:
     def attention(self) -> str:
         """MHA, GQA, MQA or MLA, with what stands beside it, for people."""
         names = self.kind_counts
-        attending = [x for x in self.layers if x.num_kv_heads and x.kind is not LayerKind.CROSS]
+        attending = [x for x in self.layers if x.num_kv_heads and x.kind not in (LayerKind.CROSS, LayerKind.SHARED)]
         parts = []
         if any(x.kind in (LayerKind.MLA, LayerKind.COMPRESSED) for x in attending):
             parts.append("MLA" if not any(x.indexer_bytes for x in attending) else "MLA with sparse index (DSA)")
@@ -282,7 +282,7 @@ def _share(view: ConfigView, family: str, layers: tuple[LayerShape, ...]) -> tup
     if not count:
         return layers
     first = view.num_layers - count
-    return tuple(LayerShape(x.index, LayerKind.SHARED) if x.index >= first else x for x in layers)
+    return tuple(replace(x, kind=LayerKind.SHARED) if x.index >= first else x for x in layers)
 
 
 def _notes(view: ConfigView, family: str) -> tuple[str, ...]:

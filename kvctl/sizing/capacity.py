@@ -119,7 +119,7 @@ def build_pool(
         )
     attention = [s for s in priced if s.kind is not LayerKind.STATE]
     states = [s for s in priced if s.kind is LayerKind.STATE]
-    apart = bool(states) and (not rules.groups_layers or rules.name != "vllm")
+    apart = bool(states) and (not rules.groups_layers or rules.name == "llama.cpp")
     if any(s.state_bytes is None for s in states) and not (apart and attention):
         raise ModelNotSupported(
             "cannot tell: this config leaves out the sizes of its recurrent state",

@@ -1,0 +1,338 @@
+"""One question to `size` and its whole answer: the model, the machine, the engine -> bytes, blocks, requests, speed.
+
+Puts the parts together and nothing more; reads no file and prints nothing. Floor 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvctl.errors import ConfigError, ModelNotSupported
+from kvctl.model.dtypes import element_bytes, kv_format
+from kvctl.model.hardware import HardwareProfile
+from kvctl.model.kv_cache_spec import (
+    KVCacheSpec,
+    KVOptions,
+    all_layers_bytes_per_token,
+    kv_cache_specs,
+    marginal_bytes_per_token,
+    request_bytes,
+    state_bytes_per_request,
+)
+from kvctl.model.layer_shape import LayerKind
+from kvctl.model.model_shape import ModelShape
+from kvctl.model.weight_formats import WeightFormat, checkpoint_format, named_format, unquantized
+from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
+from kvctl.sizing.capacity import Capacity, Limits, Pool, build_pool, capacity
+from kvctl.sizing.engine_rules import EngineRules, engine_rules, latent_bytes
+from kvctl.sizing.memory import EngineDefaults, MemoryBudget, Overheads, engine_defaults, memory_budget
+
+UNBOUNDED_LENGTH = 1 << 40  # tokens; the search bound of a model that does not say its longest context
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """What safetensors headers say: exact."""
+
+    total_bytes: int
+    num_parameters: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """A model to size: its shape and where its facts come from."""
+
+    id: str
+    shape: ModelShape
+    source: str
+    files: WeightFiles | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRequest:
+    """Every choice of the user; None: the engine's or the model's own default."""
+
+    model: SizedModel
+    engine: str = "kvctl"
+    parallel: Parallelism = field(default_factory=Parallelism)
+    hardware: HardwareProfile | None = None
+    total_bytes: int | None = None
+    utilization: float | None = None
+    kv_bytes: int | None = None
+    kv_dtype: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefix_caching: bool | None = None
+    prefix_share: float = 0.0
+    learnt: Overheads | None = None
+    enforce_eager: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SizeAnswer:
+    """What was found. `capacity` and `budget` are None without memory to divide."""
+
+    request: SizeRequest
+    rules: EngineRules
+    defaults: EngineDefaults
+    limits: Limits
+    dtype: str
+    kv_dtype: str
+    specs: tuple[KVCacheSpec, ...]  # of the fullest GPU
+    all_specs: tuple[KVCacheSpec, ...]  # of every layer, one GPU's share of each
+    bytes_per_token: int  # ideal marginal cost, all GPUs' layers, unsplit by tensor parallelism
+    bytes_per_token_per_gpu: int
+    stored_bytes_per_token_per_gpu: int  # when every attending layer keeps every token
+    state_bytes: int | None
+    pool: Pool | None
+    pool_error: ModelNotSupported | None
+    weights: WeightSize | None
+    budget: MemoryBudget | None
+    capacity: Capacity | None
+    capacity_low: Capacity | None
+    capacity_high: Capacity | None
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether one request of max_model_len fits; None: not asked or not known."""
+        return None if self.capacity is None else self.capacity.fits
+
+
+def size_up(request: SizeRequest) -> SizeAnswer:
+    """Answer one question.
+
+    Raises:
+        ConfigError: an impossible option or combination.
+        ModelNotSupported: memory was given, but what the engine does with this model is not known.
+    """
+    shape = request.model.shape
+    rules = engine_rules(request.engine)
+    _validate(request)
+    dtype = _resolve_dtype(request, rules)
+    own = shape.max_model_len
+    max_model_len = request.max_model_len or own or 4096
+    gpus = request.parallel.gpus
+    defaults = engine_defaults(rules, request.hardware, max_model_len, world_size=gpus)
+    tokens = request.max_num_batched_tokens or defaults.max_num_batched_tokens
+    limits = Limits(max_model_len, tokens, request.max_num_seqs or defaults.max_num_seqs, request.prefix_caching)
+    kv_dtype = _resolve_kv_dtype(request, shape)
+    all_specs = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, request.parallel.tensor))
+    whole = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, 1))
+    specs = _stage(all_specs, shape.num_layers, request.parallel.pipeline)
+    pool, pool_error = _pool(specs, rules, request.block_size)
+    weights = _weights(request, dtype)
+    budget = _budget(request, rules, shape, defaults, limits, weights, dtype)
+    kv_bytes = request.kv_bytes if request.kv_bytes is not None else budget.kv.value if budget else None
+    caps: list[Capacity | None] = [None, None, None]
+    if kv_bytes is not None:
+        if pool is None:
+            raise pool_error or ModelNotSupported("cannot tell: this model keeps no cache")
+        longest = max(own or 0, request.max_model_len or 0) or UNBOUNDED_LENGTH
+        amounts = [kv_bytes] * 3
+        if request.kv_bytes is None and budget is not None:
+            amounts = [budget.kv.low, budget.kv.value, budget.kv.high]
+        caps = [_capacity(pool, all_specs, amount, limits, longest, rules, request) for amount in amounts]
+    return SizeAnswer(
+        request=request,
+        rules=rules,
+        defaults=defaults,
+        limits=limits,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        specs=specs,
+        all_specs=all_specs,
+        bytes_per_token=marginal_bytes_per_token(whole),
+        bytes_per_token_per_gpu=marginal_bytes_per_token(specs),
+        stored_bytes_per_token_per_gpu=all_layers_bytes_per_token(specs),
+        state_bytes=state_bytes_per_request(specs),
+        pool=pool,
+        pool_error=pool_error,
+        weights=weights,
+        budget=budget,
+        capacity=caps[1],
+        capacity_low=caps[0],
+        capacity_high=caps[2],
+        notes=_notes(request, rules, shape, pool, weights, pool_error),
+    )
+
+
+def with_changes(request: SizeRequest, **changes: object) -> SizeRequest:
+    """A copy of a question with some choices changed."""
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+def _validate(request: SizeRequest) -> None:
+    for option, value in (
+        ("tensor-parallel-size", request.parallel.tensor),
+        ("pipeline-parallel-size", request.parallel.pipeline),
+        ("data-parallel-size", request.parallel.data),
+        ("block-size", request.block_size),
+        ("max-model-len", request.max_model_len),
+        ("max-num-seqs", request.max_num_seqs),
+        ("max-num-batched-tokens", request.max_num_batched_tokens),
+    ):
+        if value is not None and not 1 <= value <= 1 << 40:
+            raise ConfigError(f"--{option} is {value:,}", hint="Give a whole number of 1 or more.")
+    if request.utilization is not None and not 0 < request.utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization is {request.utilization}", hint="Give a share over 0, at most 1.")
+    if not 0 <= request.prefix_share < 1:
+        raise ConfigError(f"--prefix-share is {request.prefix_share}", hint="Give a share of the prompt, 0 to under 1.")
+    if request.parallel.pipeline > request.model.shape.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {request.parallel.pipeline} exceeds the model's "
+            f"{request.model.shape.num_layers} layers",
+            hint="Each stage needs at least one layer.",
+        )
+
+
+def _resolve_dtype(request: SizeRequest, rules: EngineRules) -> str:
+    if request.dtype != "auto":
+        return request.dtype
+    own = request.model.shape.dtype
+    if own in ("float32", "fp32") and rules.name != "kvctl":  # engines serve float32 checkpoints in 16 bits
+        return "float16"
+    return own
+
+
+def _resolve_kv_dtype(request: SizeRequest, shape: ModelShape) -> str:
+    if request.kv_dtype != "auto" or not any(x.compress_ratio for x in shape.layers):
+        return request.kv_dtype
+    return "fp8"  # DeepSeek V4 keeps FP8 entries in every engine
+
+
+def _options(
+    request: SizeRequest, rules: EngineRules, shape: ModelShape, dtype: str, kv_dtype: str, tensor: int
+) -> KVOptions:
+    fmt = kv_format(kv_dtype, dtype)
+    latent = next((x for x in shape.layers if x.kind is LayerKind.MLA), None)
+    entry = None
+    if latent is not None and fmt.bits >= 8:
+        entry = latent_bytes(
+            rules,
+            entry_elements=latent.key_dim,
+            num_heads_per_gpu=max(1, shape.num_attention_heads // tensor),
+            element_bytes=fmt.bits // 8,
+        )
+    state = "float32" if rules.name in ("sglang", "llama.cpp") else None
+    return KVOptions(fmt, tensor, "float32" if rules.name == "llama.cpp" else dtype, entry, state)
+
+
+def _stage(specs: Sequence[KVCacheSpec], num_layers: int, pipeline: int) -> tuple[KVCacheSpec, ...]:
+    if pipeline == 1:
+        return tuple(specs)
+    first = -(-num_layers // pipeline)
+    return tuple(s for s in specs if s.layer_index < first)
+
+
+def _pool(
+    specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None
+) -> tuple[Pool | None, ModelNotSupported | None]:
+    try:
+        return build_pool(specs, rules, block_size), None
+    except ModelNotSupported as error:
+        return None, error
+
+
+def _weights(request: SizeRequest, dtype: str) -> WeightSize | None:
+    shape = request.model.shape
+    fmt: WeightFormat
+    if request.quantization is not None:
+        fmt = named_format(request.quantization, dtype)
+    else:
+        raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
+        fmt = checkpoint_format(raw, dtype) if isinstance(raw, dict) else unquantized(dtype)
+    files = request.model.files
+    if files is not None and request.quantization is None:
+        return measured_weight_size(shape, files.total_bytes, files.num_parameters, request.parallel, fmt, files.source)
+    return computed_weight_size(shape, fmt, request.parallel)
+
+
+def _budget(
+    request: SizeRequest,
+    rules: EngineRules,
+    shape: ModelShape,
+    defaults: EngineDefaults,
+    limits: Limits,
+    weights: WeightSize | None,
+    dtype: str,
+) -> MemoryBudget | None:
+    hardware = request.hardware
+    total = request.total_bytes or (hardware.total_bytes if hardware else None)
+    if total is None:
+        return None
+    if weights is None:
+        if request.kv_bytes is not None:
+            return None
+        raise ModelNotSupported(
+            f"cannot tell: the weights of {shape.architecture} cannot be computed from this config",
+            hint="Give a folder or hub id with safetensors files, or the KV memory: --kv-cache-memory-bytes 12GiB.",
+        )
+    return memory_budget(
+        shape,
+        rules,
+        total_bytes=total,
+        utilization=request.utilization or defaults.utilization,
+        weights_bytes=weights.bytes_per_gpu,
+        num_tokens=limits.max_num_batched_tokens,
+        num_rows=limits.max_num_seqs,
+        tensor_parallel=request.parallel.tensor,
+        element_bytes=element_bytes(dtype),
+        eager=request.enforce_eager,
+        unified=hardware is not None and hardware.host_link == "unified",
+        learnt=request.learnt,
+    )
+
+
+def _capacity(
+    pool: Pool,
+    all_specs: Sequence[KVCacheSpec],
+    kv_bytes: int,
+    limits: Limits,
+    longest: int,
+    rules: EngineRules,
+    request: SizeRequest,
+) -> Capacity:
+    found = capacity(pool, kv_bytes, limits, longest_tokens=longest)
+    if rules.fit_counts_all_stages and request.parallel.pipeline > 1:
+        whole = build_pool(all_specs, rules, request.block_size)
+        checked = capacity(whole, kv_bytes, limits, longest_tokens=longest)
+        found = replace(
+            found,
+            fits=checked.fits,
+            max_context_tokens=checked.max_context_tokens,
+            needed_bytes=checked.needed_bytes,
+        )
+    if rules.name == "ideal":
+        each = request_bytes(all_specs, limits.max_model_len) or 1
+        found = replace(found, max_concurrency=max(0, kv_bytes) / each)
+    return found
+
+
+def _notes(
+    request: SizeRequest,
+    rules: EngineRules,
+    shape: ModelShape,
+    pool: Pool | None,
+    weights: WeightSize | None,
+    pool_error: ModelNotSupported | None,
+) -> tuple[str, ...]:
+    notes = list(shape.notes)
+    if pool is not None:
+        notes += pool.notes
+    if weights is not None:
+        notes += weights.notes
+    if pool_error is not None:
+        notes.append(pool_error.message)
+    if shape.num_draft_layers:
+        notes.append(f"{shape.num_draft_layers} draft (MTP) layer(s) are not loaded without speculative decoding.")
+    own, asked = shape.max_model_len, request.max_model_len
+    if own is not None and asked is not None and asked > own:
+        notes.append(f"--max-model-len {asked:,} is beyond the model's own {own:,}.")
+    if rules.fit_counts_all_stages and request.parallel.pipeline > 1:
+        notes.append("This version checks all layers against one stage's memory (vLLM issue 34076).")
+    return tuple(notes)
