@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
@@ -19,6 +19,9 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvctl.errors import InvalidRequest, ModelBroken
+
+# Stands after the words to continue while they are rendered. Its last space tells whether the template trims.
+_CONTINUE_MARK: Final = "\ue000continue here\ue000 "
 
 
 class _GenerationMark(jinja2.ext.Extension):
@@ -138,6 +141,8 @@ class ChatTemplate:
             raise InvalidRequest(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
+        if continue_final_message:
+            messages = _with_mark(messages)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name) or next(iter(self._templates.values()))
         try:
@@ -156,21 +161,32 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
-        return _cut_after(text, messages) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
 
-def _cut_after(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Cut the rendered text after the last message's words."""
+def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the mark after the last one's words; they themselves stay as they are."""
     words = messages[-1].get("content") if messages else None
-    if isinstance(words, list):
-        words = next((part.get("text") for part in reversed(words) if part.get("type") == "text"), None)
-    if not isinstance(words, str) or not words.strip():
+    marked: object = None
+    if isinstance(words, str) and words.strip():
+        marked = words + _CONTINUE_MARK
+    elif isinstance(words, list):
+        texts = [i for i, part in enumerate(words) if isinstance(part, Mapping) and part.get("type") == "text"]
+        if texts:
+            last = words[texts[-1]]
+            marked = [*words[: texts[-1]], dict(last) | {"text": f"{last.get('text', '')}{_CONTINUE_MARK}"}]
+    if marked is None:
         raise InvalidRequest("continue_final_message needs a last message with text", param="messages")
-    start = text.rfind(words.strip())
-    if start < 0:
+    return [*messages[:-1], dict(messages[-1]) | {"content": marked}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """Cut the rendered text where the mark stands."""
+    end = text.rfind(_CONTINUE_MARK.strip())
+    if end < 0:
         raise InvalidRequest(
             "continue_final_message cannot be used: the chat template changes the last message's text",
             param="continue_final_message",
         )
-    kept = words.lstrip()  # keep the spaces at its end, if the template did
-    return text[: start + len(kept)] if text.startswith(kept, start) else text[: start + len(words.strip())]
+    is_trimmed = not text.startswith(_CONTINUE_MARK, end)
+    return text[:end].rstrip() if is_trimmed else text[:end]

@@ -11,10 +11,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 # Prompt tokens the decoder is primed with, so that a completion continues the prompt's text (the space of a
-# sentencepiece word, a character that the prompt leaves half done). A UTF-8 character has at most 4 tokens.
+# sentencepiece word, a character that the prompt leaves half done).
 _CONTEXT_TOKENS: Final = 5
-# A character has at most 4 bytes: with more tokens than this held back, the text can only be invalid UTF-8.
+# A character has at most 4 bytes, so at most 3 tokens can be waiting for their character's last one. With more held
+# back, the earlier ones are invalid UTF-8 and come out.
 _MAX_HELD_TOKENS: Final = 8
+_MAX_WAITING_TOKENS: Final = 3
 
 
 class IncrementalDetokenizer:
@@ -24,39 +26,56 @@ class IncrementalDetokenizer:
     any more come out as U+FFFD.
     """
 
-    __slots__ = ("_backend", "_context", "_held", "_skip_special_tokens", "_stream")
+    __slots__ = ("_backend", "_context", "_held", "_prompt_rest", "_skip_special_tokens", "_stream")
 
     def __init__(self, backend: Backend, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        self._context: list[int] = list(prompt_token_ids[-_CONTEXT_TOKENS:])  # already in the text
-        self._held: list[int] = []  # not yet in the text
-        self._stream = DecodeStream(self._context, skip_special_tokens=skip_special_tokens)
+        self._context: list[int] = []  # the latest tokens whose text is out
+        self._held: list[int] = []  # tokens whose text is not
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._prompt_rest = ""
+        for token_id in prompt_token_ids[-_CONTEXT_TOKENS:]:
+            self.push(token_id)
+        if self._held:  # the prompt ends in half a character, or in U+FFFD itself
+            self._prompt_rest = self._held_text()
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is certain now, possibly none."""
-        self._held.append(token_id)
+        held = self._held
+        held.append(token_id)
         try:
             piece = self._stream.step(self._backend, token_id)
         except Exception:  # the package's answer where invalid bytes change text that is already out
             return self.flush()
         if piece is not None:
-            self._context = self._held
+            self._context = held
             self._held = []
-            return piece
-        return self.flush() if len(self._held) >= _MAX_HELD_TOKENS else ""
+            return self._without_prompt_rest(piece) if self._prompt_rest else piece
+        if len(held) < _MAX_HELD_TOKENS:
+            return ""
+        self._held, waiting = held[:-_MAX_WAITING_TOKENS], held[-_MAX_WAITING_TOKENS:]
+        return self.flush() + "".join(map(self.push, waiting))
 
     def flush(self) -> str:
         """Return what is held back, with U+FFFD for what stayed incomplete, and go on from there."""
         if not self._held:
             return ""
-        before = self._decode(self._context)
-        after = self._decode(self._context + self._held)
-        text = after[len(before) :] if after.startswith(before) else self._decode(self._held)
+        text = self._held_text()
         self._context = (self._context + self._held)[-_CONTEXT_TOKENS:]
         self._held = []
         self._stream = DecodeStream(self._context, skip_special_tokens=self._skip_special_tokens)
-        return text
+        return self._without_prompt_rest(text)
+
+    def _held_text(self) -> str:
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._held)
+        return after[len(before) :] if after.startswith(before) else self._decode(self._held)
+
+    def _without_prompt_rest(self, piece: str) -> str:
+        """Take off what stands in the prompt already, unless a token has made a character of it."""
+        rest, self._prompt_rest = self._prompt_rest, ""
+        return piece.removeprefix(rest)
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

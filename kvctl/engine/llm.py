@@ -30,7 +30,7 @@ from kvctl.engine.model_source import ModelFacts, read_model_facts, resolve_mode
 from kvctl.engine.output_processor import OutputProcessor
 from kvctl.engine.request_output import RequestOutput
 from kvctl.engine.tokenizer import Message, Tokenizer
-from kvctl.errors import ConfigError, EngineDead, KvctlError
+from kvctl.errors import ConfigError, EngineDead, InvalidRequest, KvctlError
 from kvctl.metrics.recorder import InMemoryRecorder
 
 DEFAULT_MAX_TOKENS: Final = 256  # where the caller says nothing
@@ -83,9 +83,10 @@ def _each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     token_ids = [item for item in prompts if isinstance(item, int)]
-    if token_ids and len(token_ids) == len(prompts):
-        return [token_ids]
-    return [item for item in prompts if not isinstance(item, int)]
+    others = [item for item in prompts if not isinstance(item, int)]
+    if token_ids and others:
+        raise InvalidRequest("prompts mixes token ids with texts", hint="Give one prompt, or a list of prompts.")
+    return [token_ids] if token_ids else others
 
 
 class _Collector:

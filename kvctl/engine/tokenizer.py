@@ -119,7 +119,15 @@ class Tokenizer:
         template = (
             ChatTemplate.load(folder, config) if chat_template is None else ChatTemplate({"default": chat_template})
         )
-        return cls(_load_backend(folder), config=config, chat_template=template)
+        backend = _load_backend(folder)
+        try:
+            return cls(backend, config=config, chat_template=template)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ModelBroken(
+                f"{folder / 'tokenizer_config.json'}: added_tokens_decoder or a special token is not as it should be: "
+                f"{error}",
+                hint="Fetch the model again.",
+            ) from error
 
     # ---- text and ids ----
 

@@ -1,11 +1,11 @@
-"""Stand-ins that need no model and no torch: a runner that echoes, tokenizers made on the spot, a clock by hand."""
+"""Stand-ins that need no model and no torch: an engine that echoes, a tokenizer like Llama 2's, a clock by hand."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, processors
 
 from kvctl.core.block_pool import BlockPool
 from kvctl.core.config import SchedulerConfig
@@ -14,12 +14,9 @@ from kvctl.core.kv_cache_groups import KVCacheGroup
 from kvctl.core.kv_cache_manager import KVCacheManager
 from kvctl.core.scheduler import Scheduler
 from kvctl.core.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
-from kvctl.engine.config import EngineConfig, EngineInfo, ModelConfig
-from kvctl.engine.tokenizer import Tokenizer
+from kvctl.engine.config import DeviceConfig, EngineConfig, EngineInfo, ModelConfig
 from kvctl.errors import ModelBroken
-
-EOS_ID = 256
-VOCAB_SIZE = 260
+from tests.support.byte_tokenizer import EOS_ID
 
 
 class FakeClock:
@@ -35,27 +32,9 @@ class FakeClock:
         self.now_s += seconds
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, ids 0 to 255 in byte order, then <|eos|>, <|im_start|>, <|im_end|>, <tool>."""
-    alphabet = _byte_alphabet()
-    backend = tokenizers.Tokenizer(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|eos|>", "<|im_start|>", "<|im_end|>"])
-    backend.add_tokens(["<tool>"])
-    return Tokenizer(backend, config={"eos_token": "<|eos|>"})
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable stand-ins of byte-level BPE: itself where printable, else the next code points from 256 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    spare = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
-def sentencepiece_like_backend(words: Sequence[str] = ("▁hello", "▁world", "hello", "wor", "ld", "é", ".")) -> (
-    tokenizers.Tokenizer
-):
+def sentencepiece_like_backend(
+    words: Sequence[str] = ("▁hello", "▁world", "hello", "wor", "ld", "é", "."),
+) -> tokenizers.Tokenizer:
     """What Llama 2's tokenizer.json looks like: <unk> <s> </s>, 256 byte tokens, pieces with ▁ for a space."""
     pieces = ["▁", *words, *map(chr, range(ord("a"), ord("z") + 1))]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -125,8 +104,6 @@ def engine_config(
     *, folder: str = "fake", max_model_len: int = 512, max_num_seqs: int = 8, num_blocks: int = 129
 ) -> EngineConfig:
     """A small engine. `folder` "broken" or "bug" makes the builder fail; `num_blocks` includes the null block."""
-    from kvctl.engine.config import DeviceConfig
-
     return EngineConfig(
         ModelConfig(folder),
         SchedulerConfig(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
@@ -134,9 +111,7 @@ def engine_config(
     )
 
 
-def build_echo_core(
-    config: EngineConfig, clock: Clock, report: Callable[[str], None]
-) -> tuple[EngineCore, EngineInfo]:
+def build_echo_core(config: EngineConfig, clock: Clock, report: Callable[[str], None]) -> tuple[EngineCore, EngineInfo]:
     """The builder of the fake engine: the real core over an `EchoModelRunner`."""
     match config.model.folder:
         case "broken":
