@@ -19,6 +19,8 @@ from kvctl.errors import ModelBroken, ModelNotSupported
 _INDEX = "model.safetensors.index.json"
 _COPY_BYTES = 32 << 20  # copied between two releases of mapped pages: bounds what the map adds to our memory
 _AGAIN = "Download the model again."
+# The text part of a model with vision has two spellings, before and after transformers 4.52; read the first.
+_OTHER_PREFIX, _PREFIX = "model.language_model.", "language_model.model."
 
 
 def read_json_object(path: Path) -> dict[str, object]:
@@ -72,18 +74,6 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     return {name: file for file in map(SafetensorsFile, paths) for name in file.entries}
 
 
-def _check_part(files: dict[str, SafetensorsFile], part: TensorPart, folder: Path) -> None:
-    file = files.get(part.name)
-    if file is None:
-        raise ModelBroken(f"{folder}: tensor {part.name!r} is in none of the weight files", hint=_AGAIN)
-    found = file.entries[part.name].shape
-    if found != part.shape:
-        raise ModelBroken(
-            f"{file.path}: tensor {part.name!r} has shape {list(found)}, config.json means {list(part.shape)}",
-            hint="config.json and the weights belong to different models: download both again.",
-        )
-
-
 def _check_unknown(files: Iterable[str], config: DecoderConfig) -> None:
     """A tensor of a served layer that nobody reads would mean wrong answers without a word."""
     expected = {part.name for packed in all_tensors(config) for part in packed.parts}
@@ -108,14 +98,31 @@ class CheckpointWeights:
     """
 
     def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._files = _open_files(folder)
+        self._files: dict[str, SafetensorsFile] = {}
+        self._stored_names: dict[str, str] = {}  # the name we ask for -> the name in the file
+        for stored, file in _open_files(folder).items():
+            name = _PREFIX + stored.removeprefix(_OTHER_PREFIX) if stored.startswith(_OTHER_PREFIX) else stored
+            self._files[name] = file
+            self._stored_names[name] = stored
         self._dtype = dtype
         self._device = device
         self._norm_plus_one = config.norm_plus_one
         for packed in all_tensors(config):
             for part in packed.parts:
-                _check_part(self._files, part, folder)
+                self._check(part, folder)
         _check_unknown(self._files, config)
+
+    def _check(self, part: TensorPart, folder: Path) -> None:
+        file = self._files.get(part.name)
+        if file is None:
+            raise ModelBroken(f"{folder}: tensor {part.name!r} is in none of the weight files", hint=_AGAIN)
+        stored = self._stored_names[part.name]
+        found = file.entries[stored].shape
+        if found != part.shape:
+            raise ModelBroken(
+                f"{file.path}: tensor {stored!r} has shape {list(found)}, config.json means {list(part.shape)}",
+                hint="config.json and the weights belong to different models: download both again.",
+            )
 
     def load(self, packed: PackedTensor) -> Tensor:
         """Copy the parts from the map into one new tensor, a few megabytes at a time."""
@@ -125,15 +132,15 @@ class CheckpointWeights:
         target = torch.empty(packed.shape, dtype=dtype, device=self._device)
         row = 0
         for part in packed.parts:
-            file = self._files[part.name]
+            file, stored = self._files[part.name], self._stored_names[part.name]
             num_rows = part.shape[0]
-            entry = file.entries[part.name]
+            entry = file.entries[stored]
             row_bytes = max(1, (entry.end - entry.start) // max(1, num_rows))
             step = max(1, _COPY_BYTES // row_bytes)
             for first in range(0, num_rows, step):
                 last = min(first + step, num_rows)
-                target[row + first : row + last].copy_(file.rows(part.name, first, last))
-                file.release(part.name)
+                target[row + first : row + last].copy_(file.rows(stored, first, last))
+                file.release(stored)
             row += num_rows
         return target.add_(1.0) if folded else target
 

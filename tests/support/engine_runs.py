@@ -13,6 +13,9 @@ from kvctl.core.sampling_params import SamplingParams
 from kvctl.core.step import SchedulerStats, TokenLogprobs
 from kvctl.engine.build import build_engine_core
 from kvctl.engine.config import DeviceConfig, EngineConfig, EngineInfo, ModelConfig
+from kvctl.errors import ConfigError
+
+__all__ = ["ConfigError", "Engine", "Result", "greedy", "start"]
 
 
 @dataclass

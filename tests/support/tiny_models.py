@@ -4,11 +4,13 @@ Weights are drawn wider than at a real initialisation, so that attention is peak
 clear of the second: a test of equal tokens then means equal computation, not luck with near ties.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 
@@ -93,6 +95,11 @@ ALL: tuple[TinyModel, ...] = (
 )  # fmt: skip
 
 
+def architecture(config: Any) -> str:
+    """The name that save_pretrained writes into config.json for this kind of config."""
+    return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+
+
 def build(tiny: TinyModel, seed: int = 0) -> Any:
     """Return the transformers model, float32, in evaluation mode."""
     torch.manual_seed(seed)
@@ -119,3 +126,14 @@ def save(tiny: TinyModel, folder: Path, seed: int = 0, **save_options: Any) -> A
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, **save_options)
     return model
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json."""
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_renamed(source: Path, target: Path, rename: Callable[[str], str]) -> None:
+    """Copy the weights of one folder to another under other names."""
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    safetensors.torch.save_file({rename(name): t for name, t in tensors.items()}, target / "model.safetensors")

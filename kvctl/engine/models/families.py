@@ -6,6 +6,7 @@ Defaults for absent keys are those of the family's config class in transformers 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from kvctl.engine.models.decoder_config import Activation, DecoderConfig, RopeConfig, RopeType
@@ -267,3 +268,13 @@ def gemma3_text(config: Config, architecture: str) -> DecoderConfig:
             "allows_float16": False,
         }
     )
+
+
+def gemma3_with_vision(config: Config, architecture: str) -> DecoderConfig:
+    """Gemma 3 from 4B up: the text part; tensors of the vision tower stay unread."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise _broken("'text_config' is missing")
+    # config.json of these models leaves out what equals the 4B model's defaults in transformers
+    defaults = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208}
+    return replace(gemma3_text({**defaults, **text}, architecture), name_prefix="language_model.model.")

@@ -17,6 +17,7 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any], str], DecoderConfig]] = {
     "Qwen2ForCausalLM": families.qwen2,
     "Qwen3ForCausalLM": families.qwen3,
     "Gemma3ForCausalLM": families.gemma3_text,
+    "Gemma3ForConditionalGeneration": families.gemma3_with_vision,
 }
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
 
