@@ -96,7 +96,7 @@ def top(
         else:
             from kvctl.top.run_app import run_app
 
-            code = run_app(settings, look, light=light)
+            code = run_app(settings, look)
     except KeyboardInterrupt:
         code = _EXIT_INTERRUPTED
     if code:

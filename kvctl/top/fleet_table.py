@@ -11,7 +11,8 @@ from kvctl.top.look import Look
 from kvctl.top.monitor import EngineView
 from kvctl.top.verdict import Limit
 
-_SEVERITY = {limit: rank for rank, limit in enumerate(Limit)}  # as declared: the most pressing first
+_CALM = {Limit.UNKNOWN: 100.0, Limit.HEALTHY: 101.0, Limit.IDLE: 102.0}  # after every limit that binds
+_SEVERITY = {limit: _CALM.get(limit, float(rank)) for rank, limit in enumerate(Limit)}
 
 
 class SortKey(Enum):
@@ -128,7 +129,7 @@ def _order(sort: SortKey) -> Callable[[EngineView], tuple[float, str, str]]:
         now = view.snapshot
         numbers = {
             SortKey.NAME: 0.0,
-            SortKey.VERDICT: float(_SEVERITY[view.verdict.limit]),
+            SortKey.VERDICT: -1.0 if view.is_stale else _SEVERITY[view.verdict.limit],
             SortKey.WAITING: -(now.waiting or 0.0) if now else 0.0,
             SortKey.KV: -(now.kv_usage or 0.0) if now else 0.0,
             SortKey.OUTPUT: -(now.generation_tokens_per_s or 0.0) if now else 0.0,

@@ -20,6 +20,7 @@ from kvctl.top.verdict import EXPLAINED, TITLES, Advice, confidence_word
 from kvctl.units import format_bytes
 
 Part = tuple[str, str]  # text, style
+_NARROW = 50  # columns: half a small terminal
 
 
 def line(*parts: Part, width: int, look: Look) -> Text:
@@ -85,7 +86,9 @@ def advice_lines(advice: Advice, server: Server, width: int, look: Look) -> list
     return lines
 
 
-def verdict_lines(view: EngineView, width: int, look: Look, *, max_lines: int | None = None) -> list[Text]:
+def verdict_lines(
+    view: EngineView, width: int, look: Look, *, max_lines: int | None = None, with_evidence: bool = True
+) -> list[Text]:
     """Verdict, evidence and advice; with `max_lines` the advice comes before the evidence that does not fit."""
     finding = view.verdict.finding
     server = view.snapshot.server if view.snapshot else Server.UNKNOWN
@@ -96,7 +99,7 @@ def verdict_lines(view: EngineView, width: int, look: Look, *, max_lines: int | 
     advice = [advice_lines(one, server, width, look) for one in finding.advice]
     evidence = [
         one
-        for fact in finding.evidence
+        for fact in (finding.evidence if with_evidence else ())
         for one in wrapped(fact.text, look.palette.label, width, first=f"  {look.dot} ", rest="    ")
     ]
     if max_lines is None:
@@ -155,9 +158,14 @@ def requests_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
         ("  waiting ", p.label),
         (words.count(now.waiting), waiting_style),
     ]
-    if (now.waiting or 0) > 0:
-        first.append((f" {_reasons(now)}", p.warn))
-    second: list[Part] = [("finished ", p.label), (words.rate(now.finished_per_s), p.value), ("/s", p.label)]
+    reasons = _reasons(now) if (now.waiting or 0) > 0 else ""
+    narrow = width < _NARROW
+    second: list[Part] = []
+    if reasons and narrow:
+        second += [("for ", p.label), (reasons, p.warn)]
+    else:
+        first.append((f" {reasons}", p.warn))
+        second += [("finished ", p.label), (words.rate(now.finished_per_s), p.value), ("/s", p.label)]
     if now.rejected_per_s:
         second += [("  rejected ", p.label), (words.rate(now.rejected_per_s), p.bad), ("/s", p.label)]
     second += [("  preempted ", p.label)]
@@ -181,16 +189,18 @@ def kv_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
     p = look.palette
     usage = now.kv_usage
     style = p.dim if usage is None else p.bad if usage >= 0.9 else p.warn if usage >= 0.7 else p.good
-    filled, rest = bar(usage, max(4, min(24, width - 26)), glyphs=look.glyphs)
+    narrow = width < _NARROW
+    filled, rest = bar(usage, max(4, min(24, width - 28)), glyphs=look.glyphs)
     first: list[Part] = [(filled, style), (rest, p.rest), (f" {words.percent(usage):>4}", style)]
     if now.kv_capacity_tokens:
-        first.append((f"  {words.tokens(now.kv_used_tokens)} of {words.tokens(now.kv_capacity_tokens)} tok", p.label))
+        used, capacity = words.tokens(now.kv_used_tokens), words.tokens(now.kv_capacity_tokens)
+        first.append((f"  {used} of {capacity}{'' if narrow else ' tokens'}", p.label))
     size = now.request_size
     room = words.count(None if now.headroom_requests is None else float(now.headroom_requests))
     second: list[Part] = [("room for ", p.label), (room, p.value), (" more", p.label)]
     if size is not None:
-        second.append((f" of {words.tokens(size.tokens)} tok", p.label))
-    if now.kv_cache_bytes:
+        second.append((f" of {words.tokens(size.tokens)} tokens", p.label))
+    if now.kv_cache_bytes and not narrow:
         second.append((f"  {format_bytes(now.kv_used_bytes or 0.0)} of {format_bytes(now.kv_cache_bytes)}", p.label))
     if now.time_to_full_s is not None and now.time_to_full_s < 3600 and (usage or 0) < 0.95:
         second.append((f"  full in {words.seconds(now.time_to_full_s)}", p.warn))
@@ -200,12 +210,12 @@ def kv_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
 def _prefix_line(now: Snapshot, width: int, look: Look) -> Text:
     p = look.palette
     parts: list[Part] = [("prefix hits ", p.label), (words.percent(now.prefix_hit_rate), p.value)]
-    if now.prefix_queries:
-        parts.append((f" of {words.tokens(now.prefix_queries)} tok", p.label))
+    if now.prefix_queries and width >= _NARROW:
+        parts.append((f" of {words.tokens(now.prefix_queries)} tokens", p.label))
     missed = sum(now.miss_reasons.values())
     if missed > 0:
         reason = max(now.miss_reasons, key=lambda key: now.miss_reasons[key])
-        parts.append((f"  missed: {words.percent(now.miss_reasons[reason] / missed)} {reason}", p.label))
+        parts.append((f"  missed {words.percent(now.miss_reasons[reason] / missed)} {reason}", p.label))
     if now.offload_usage is not None:
         parts.append((f"  offload {words.percent(now.offload_usage)}", p.label))
     return line(*parts, width=width, look=look)
@@ -217,17 +227,17 @@ def throughput_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
     first: list[Part] = [
         ("out ", p.label),
         (words.rate(now.generation_tokens_per_s), p.value),
-        (" tok/s  in ", p.label),
+        ("  in ", p.label),
         (words.rate(now.prompt_tokens_per_s), p.value),
-        (" tok/s", p.label),
+        (" tokens/s", p.label),
     ]
     computed = now.computed_prompt_tokens_per_s
     if computed is not None and now.prompt_tokens_per_s and computed < 0.995 * now.prompt_tokens_per_s:
         first.append((f" ({words.rate(computed)} computed)", p.label))
     mean = now.step_tokens.mean if now.step_tokens else None
     budget = f" of {words.count(float(now.max_num_batched_tokens))}" if now.max_num_batched_tokens else ""
-    second: list[Part] = [("step ", p.label), (words.count(mean), p.value), (f"{budget} tok", p.label)]
-    second += [("  ", p.label), (words.rate(now.steps_per_s), p.value), (" steps/s", p.label)]
+    second: list[Part] = [("step ", p.label), (words.count(mean), p.value), (f"{budget} tokens", p.label)]
+    second += [("  ", p.label), (words.rate(now.steps_per_s), p.value), ("/s", p.label)]
     if now.acceptance_rate is not None or now.accept_length is not None:
         second += [("  accepted ", p.label), (words.percent(now.acceptance_rate), p.value)]
         if now.accept_length is not None:
@@ -250,21 +260,18 @@ def latency_lines(now: Snapshot, width: int, look: Look, *, max_lines: int | Non
     """One row per latency: exact mean, and the brackets that p50 and p99 lie in."""
     p = look.palette
     wide = width >= 62
-    column = 18 if width >= 76 else 16 if wide else max(9, (width - 20) // 2)
-    titles = f"{'':<12}{'mean':>8}" + "".join(f"{name:>{column}}" for name in ("p50", "p99"))
-    if wide:
-        titles += f"{'count':>8}"
-    lines = [line((titles, p.dim), width=width, look=look)]
+    column = 18 if width >= 76 else 16 if wide else 12
+    names = [name for name in ("p50", "p99") if wide or width >= 44 or name == "p99"]
+    titles = f"{'':<12}{'mean':>8}" + "".join(f"{name:>{column}}" for name in names)
+    lines = [line((titles + (f"{'count':>8}" if wide else ""), p.dim), width=width, look=look)]
     for title, attribute in LATENCIES:
         spread: Distribution | None = getattr(now, attribute)
-        cells = [words.bracket(q, arrow="..") for q in ((spread.p50, spread.p99) if spread else (None, None))]
-        if not wide:
-            cells = [cell.replace(" .. ", "..") for cell in cells]
-        parts: list[Part] = [
-            (f"{title:<12}", p.label),
-            (f"{words.seconds(spread.mean if spread else None):>8}", p.value if spread else p.dim),
-            *((f"{cell:>{column}}", p.label if spread else p.dim) for cell in cells),
-        ]
+        style = p.label if spread else p.dim
+        parts: list[Part] = [(f"{title:<12}", p.label)]
+        parts.append((f"{words.seconds(spread.mean if spread else None):>8}", p.value if spread else p.dim))
+        for name in names:
+            cell = words.bracket(getattr(spread, name) if spread else None)
+            parts.append((f"{cell if wide else cell.replace(' .. ', '..'):>{column}}", style))
         if wide:
             parts.append((f"{words.count(spread.count) if spread else words.MISSING:>8}", p.dim))
         lines.append(line(*parts, width=width, look=look))

@@ -62,6 +62,6 @@ def _numbers(now: Snapshot, width: int, look: Look) -> list[Text]:
     lines = []
     for title, content in parts:
         for index, one in enumerate(content):
-            head = Text(f"{title if index == 0 else '':<{_TITLE_WIDTH}}", style=look.palette.calm, end="")
-            lines.append(head + one)
+            head = f"{title if index == 0 else '':<{_TITLE_WIDTH}}"
+            lines.append(Text.assemble((head, look.palette.calm), one, no_wrap=True, end=""))
     return lines

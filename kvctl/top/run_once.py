@@ -14,7 +14,7 @@ from kvctl.top.record import Recorder, read_record
 from kvctl.top.settings import TopSettings
 from kvctl.top.sources import DemoSource
 
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def run_once(settings: TopSettings, look: Look, *, as_json: bool) -> int:
@@ -37,7 +37,7 @@ def run_once(settings: TopSettings, look: Look, *, as_json: bool) -> int:
         finally:
             if recorder is not None:
                 recorder.close()
-        if any(endpoint.host in _LOCAL for endpoint in settings.endpoints):
+        if any(endpoint.host in LOCAL_HOSTS for endpoint in settings.endpoints):
             reader = GpuReader()
             gpus = reader.read()
             reader.close()

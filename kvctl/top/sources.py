@@ -26,8 +26,13 @@ _MAX_GAP_S = 10.0  # a pause in a recording is replayed as at most this
 class Source(Protocol):
     """Delivers scrapes until stopped."""
 
-    labels: Mapping[str, str]  # url -> what to call it
-    title: str  # "live", "replay x4", "demo"
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Address -> what to call it, as far as known before the first scrape."""
+
+    @property
+    def title(self) -> str:
+        """'live', 'replay x4' or 'demo'."""
 
     def start(self, deliver: Deliver) -> None:
         """Begin; `deliver` is called from other threads."""
@@ -109,7 +114,7 @@ class ReplaySource:
     """Plays a recorded session, at its own pace or faster."""
 
     def __init__(self, path: Path, speed: float) -> None:
-        self.labels: Mapping[str, str] = {}
+        self.labels: dict[str, str] = {}
         self.title = f"replay x{speed:g}"
         self._path = path
         self._speed = speed
