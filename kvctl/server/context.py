@@ -18,7 +18,7 @@ from kvctl.server.admission import Admission
 from kvctl.server.exchange import Closing
 from kvctl.server.logprobs import TokenTexts
 from kvctl.server.options import ApiOptions
-from kvctl.server.sampling import SamplingDefaults, SamplingLimits
+from kvctl.server.sampling_defaults import SamplingDefaults, SamplingLimits
 
 
 class Engine(Protocol):

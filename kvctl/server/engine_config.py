@@ -18,7 +18,7 @@ from kvctl.engine.config import DeviceConfig, EngineConfig, ModelConfig
 from kvctl.engine.model_source import ModelFacts
 from kvctl.errors import ConfigError
 from kvctl.server.config import ModelOptions, SchedulerOptions, ServeConfig
-from kvctl.server.sampling import SamplingDefaults
+from kvctl.server.sampling_defaults import SamplingDefaults
 from kvctl.units import GIB, MIB
 
 _NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")

@@ -22,7 +22,7 @@ from kvctl.server.context import ServedModel, ServingContext
 from kvctl.server.exchange import Closing
 from kvctl.server.http_protocol import BoundedHttpProtocol
 from kvctl.server.listener import BACKLOG
-from kvctl.server.sampling import SamplingDefaults, SamplingLimits
+from kvctl.server.sampling_defaults import SamplingDefaults, SamplingLimits
 
 KEEP_ALIVE_TIMEOUT_S: Final = 60  # longer than clients keep idle connections, so that they close first
 LAST_RESPONSES_S: Final = 3  # for clients that are cut off to receive what they are told

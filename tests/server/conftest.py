@@ -6,8 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.server.stub_engine import INFO, StubEngine
-from tests.support.byte_tokenizer import VOCAB_SIZE, build_tokenizer
 
 from kvctl.metrics.recorder import PrometheusRecorder
 from kvctl.server.admission import Admission
@@ -15,7 +13,9 @@ from kvctl.server.app import build_app
 from kvctl.server.context import ServedModel, ServingContext
 from kvctl.server.exchange import Closing
 from kvctl.server.options import ApiOptions
-from kvctl.server.sampling import SamplingDefaults, SamplingLimits
+from kvctl.server.sampling_defaults import SamplingDefaults, SamplingLimits
+from tests.server.stub_engine import INFO, StubEngine
+from tests.support.byte_tokenizer import VOCAB_SIZE, build_tokenizer
 
 MODEL = "stub-model"
 MakeContext = Callable[..., ServingContext]

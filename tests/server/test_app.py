@@ -1,17 +1,24 @@
-import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.server.conftest import MODEL, connect
+
+import kvctl
 
 
 async def test_every_simple_endpoint_answers(client):
     health = (await client.get("/health")).json()
     assert health["status"] == "ok" and health["is_alive"] and health["engine"]["num_blocks"] == 101
-    assert (await client.get("/version")).json() == {"version": "0.1.0"}
+    assert (await client.get("/version")).json() == {"version": kvctl.__version__}
     assert (await client.get("/load")).json() == {"server_load": 0}
     assert (await client.get("/ping")).status_code == (await client.post("/ping")).status_code == 200
     assert "swagger" in (await client.get("/docs")).text
-    metrics = await client.get("/metrics")
-    assert "vllm:num_requests_running" in metrics.text and metrics.headers["content-type"].startswith("text/plain")
+
+
+async def test_metrics_are_read_by_prometheus_own_parser(client):
+    page = await client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    names = {family.name for family in text_string_to_metric_families(page.text)}
+    assert {"vllm:num_requests_running", "vllm:admission_rejections", "process_cpu_seconds"} <= names
 
 
 async def test_models_lists_all_names_with_the_model_length(client):
@@ -19,17 +26,134 @@ async def test_models_lists_all_names_with_the_model_length(client):
     assert answer["object"] == "list" and [card["id"] for card in answer["data"]] == [MODEL, "alias"]
     assert {card["max_model_len"] for card in answer["data"]} == {256}
     assert (await client.get("/v1/models/alias")).json()["id"] == "alias"
-    assert (await client.get("/v1/models/other")).json()["error"]["type"] == "NotFoundError"
+    unknown = await client.get("/v1/models/other/name")
+    assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "NotFoundError"
 
 
-async def test_completion_defaults_to_sixteen_tokens(client):
-    answer = (await client.post("/v1/completions", json={"model": MODEL, "prompt": "abc"})).json()
-    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
-    assert answer["choices"][0]["text"] == "abcabcabcabcabca"
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"] == {
-        "prompt_tokens": 3,
-        "completion_tokens": 16,
-        "total_tokens": 19,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
+async def test_health_says_503_when_the_engine_is_dead_and_while_draining(client, context):
+    context.is_draining = True
+    assert (await client.get("/health")).status_code == 503
+    refused = await client.post("/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    context.is_draining = False
+    context.engine.die()
+    dead = await client.get("/health")
+    assert dead.status_code == 503 and dead.json()["status"] == "dead" and not dead.json()["is_alive"]
+    assert (await client.get("/ping")).status_code == 503
+    refused = await client.post("/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503 and refused.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/nowhere", 404, "Not Found"),
+        ("POST", "/v1/embeddings", 404, "Not Found"),
+        ("GET", "/v1/completions", 405, "Method Not Allowed"),
+        ("DELETE", "/health", 405, "Method Not Allowed"),
+    ],
+)
+async def test_unknown_routes_and_methods_get_an_error_object(client, method, path, status, kind):
+    answer = await client.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == kind and answer.json()["error"]["code"] == status
+    assert status == 404 or answer.headers["allow"]
+
+
+class TestApiKey:
+    async def test_guards_v1_and_nothing_else(self, make_context):
+        async with connect(make_context(api_keys=("secret", "other"))) as client:
+            for path in ("/v1/models", "/v1", "/v1/nowhere"):
+                refused = await client.get(path)
+                assert refused.status_code == 401 and refused.json() == {"error": "Unauthorized"}
+            for path in ("/health", "/metrics", "/version", "/docs", "/openapi.json"):
+                assert (await client.get(path)).status_code == 200
+            assert (await client.options("/v1/models")).status_code == 405
+
+    @pytest.mark.parametrize(
+        ("header", "is_let_in"),
+        [
+            ("Bearer secret", True),
+            ("bearer other", True),
+            ("Bearer secret2", False),
+            ("Bearer", False),
+            ("Bearer ", False),
+            ("Basic secret", False),
+            ("secret", False),
+            ("", False),
+        ],
+    )
+    async def test_needs_one_of_the_keys(self, make_context, header, is_let_in):
+        async with connect(make_context(api_keys=("secret", "other"))) as client:
+            answer = await client.get("/v1/models", headers={"Authorization": header})
+            assert (answer.status_code == 200) is is_let_in
+
+
+async def test_browsers_of_an_allowed_origin_may_call(make_context):
+    async with connect(make_context(allowed_origins=("https://app.example",), api_keys=("k",))) as client:
+        preflight = await client.options(
+            "/v1/chat/completions",
+            headers={"Origin": "https://app.example", "Access-Control-Request-Method": "POST"},
+        )
+        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+    async with connect(make_context()) as client:
+        answer = await client.get("/version", headers={"Origin": "https://app.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_a_full_server_turns_newcomers_away_and_counts_them(make_context):
+    context = make_context(max_in_flight=0)
+    async with connect(context) as client:
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "ServiceUnavailableError"
+        assert (await client.get("/v1/models")).status_code == 200
+    assert context.admission.in_flight == 0 and not context.engine.seen
+
+
+async def test_a_bug_of_ours_is_a_500_without_details(client, context, caplog):
+    def broken(*_args, **_kwargs):
+        raise ZeroDivisionError("internal detail")
+
+    context.engine.generate = broken
+    answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "InternalServerError" and "detail" not in answer.text
+    assert "internal detail" in caplog.text
+    assert context.admission.in_flight == 0
+
+
+async def test_tokenize_and_detokenize_are_inverse(client):
+    tokens = (await client.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})).json()
+    assert tokens["tokens"] == list("héllo".encode()) and tokens["count"] == 6 and tokens["max_model_len"] == 256
+    assert tokens["token_strs"][0] == "h"
+    text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    assert text == {"prompt": "héllo"}
+
+
+async def test_tokenize_renders_a_conversation_as_chat_does(client, context):
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
+    await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert context.engine.seen[0][0] == tokens
+    assert (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"] == "<user>hi</s><assistant>"
+
+
+async def test_detokenize_refuses_ids_outside_the_vocabulary(client):
+    answer = await client.post("/detokenize", json={"tokens": [1, 259]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
+
+
+async def test_the_document_describes_every_route(client):
+    document = (await client.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    for path, operations in document["paths"].items():
+        for method in operations:
+            answer = await client.request(method, path.replace("{model_id}", MODEL))
+            assert answer.status_code not in (404, 405), (method, path)
+    fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"messages", "temperature", "cache_salt", "top_logprobs"} <= set(fields)
