@@ -174,6 +174,12 @@ struct Runner {
         }
     }
 
+    void fetch(const uint32_t* const* rows) const {
+        for (int i = 0; i < TILE; i++)
+            if (rows[i])
+                for (int line = 0; line < words; line += 16) __builtin_prefetch(rows[i] + line);
+    }
+
     // The values of a tile as [TILE / per_word, D] words: copied, for bfloat16 with two neighbouring keys interleaved.
     void pack_values(const uint32_t* const* rows, uint32_t* out) const {
         for (int i = 0; i < TILE; i += E::per_word) {
@@ -208,10 +214,20 @@ struct Runner {
         for (int r = 0; r < rows; r++) b.part.maximum[r] = -INFINITY;
         memset(b.sums, 0, sizeof(float) * rows * VL);
         memset(b.part.values, 0, sizeof(float) * rows * head_dim);
-        const uint32_t* pointers[TILE];
-        for (int first = split * SPLIT; first < (split + 1) * SPLIT && first < high; first += TILE) {
-            if (first + TILE <= low) continue;
-            rows_of(in.k_cache, table, task.kv_head, first, low, high, pointers);
+        // Pages lie anywhere, so the hardware cannot guess the next one: a tile's values are asked for before its scores
+        // are computed, the next tile's keys before its values are used.
+        const uint32_t* keys[2][TILE];
+        const uint32_t* values[TILE];
+        const int end = (split + 1) * SPLIT < high ? (split + 1) * SPLIT : high;
+        int first = split * SPLIT > low / TILE * TILE ? split * SPLIT : low / TILE * TILE;
+        if (first < end) {
+            rows_of(in.k_cache, table, task.kv_head, first, low, high, keys[0]);
+            fetch(keys[0]);
+        }
+        for (int turn = 0; first < end; first += TILE, turn ^= 1) {
+            const uint32_t** pointers = keys[turn];
+            rows_of(in.v_cache, table, task.kv_head, first, low, high, values);
+            fetch(values);
             transpose_rows(pointers, TILE, words, b.keys, TILE);
             product<E, false>(query, query_stride, rows, b.keys, TILE, words, b.scores, TILE, TILE);
             // Which rows see the whole tile is the same question for all of them but near the ends.
@@ -221,8 +237,11 @@ struct Runner {
                 softmax_row(b, r, whole ? 0 : (in.window ? own - in.window + 1 - first : -1),
                             whole ? TILE : own + 1 - first);
             }
-            rows_of(in.v_cache, table, task.kv_head, first, low, high, pointers);
-            pack_values(pointers, b.values);
+            if (first + TILE < end) {
+                rows_of(in.k_cache, table, task.kv_head, first + TILE, low, high, keys[turn ^ 1]);
+                fetch(keys[turn ^ 1]);
+            }
+            pack_values(values, b.values);
             product<E, true>(reinterpret_cast<const uint32_t*>(b.weights), TILE / E::per_word, rows, b.values, head_dim,
                              TILE / E::per_word, b.part.values, head_dim, head_dim);
         }
