@@ -28,13 +28,16 @@ class Clock(Protocol):
 
 
 class EngineCore:
-    """One engine: a scheduler, a runner and the loop between them."""
+    """One engine: a scheduler, a runner and the loop between them, one step after the other."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Clock) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._clock = clock
         self._refused: list[EngineOutput] = []  # told with the next step
+
+    def close(self) -> None:
+        """Let go of what the core itself started; nothing here."""
 
     def add(self, request: Request) -> None:
         """Queue a request. One that can never run ends with the next step's outputs, carrying the error."""
@@ -63,13 +66,22 @@ class EngineCore:
         outputs, self._refused = self._refused, []
         plan = self.scheduler.schedule()
         scheduled_s = self._clock()
-        if not plan.is_empty:
+        if plan.is_empty:
+            self._check_not_stuck()
+        else:
             outputs += self.scheduler.update(plan, self.runner.execute(plan))
-        ended_s = self._clock()
-        stats = self.scheduler.take_stats()
-        if plan.is_empty and stats.num_waiting and not stats.num_running and not stats.num_preemptions:
+        return self._result(outputs, plan, started_s, scheduled_s)
+
+    def _check_not_stuck(self) -> None:
+        if self.scheduler.waiting and not self.scheduler.running:
             head = self.scheduler.waiting.peek()
             raise InvariantViolation(f"{head} cannot start although nothing runs: {head.waiting_reason}")
+
+    def _result(
+        self, outputs: list[EngineOutput], plan: SchedulerOutput, started_s: float, scheduled_s: float
+    ) -> StepResult:
+        ended_s = self._clock()
+        stats = self.scheduler.take_stats()
         stats.step_duration_s = ended_s - started_s
         stats.schedule_duration_s = scheduled_s - started_s
         admissions = [AdmissionEvent(new.request_id, scheduled_s) for new in plan.new_requests]

@@ -64,6 +64,7 @@ class Request:
         "lora_name",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -100,6 +101,7 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # tokens the first admission found in the prefix cache; -1: not admitted yet
+        self.num_in_flight = 0  # tokens that scheduled steps will sample and that are not known yet
         self.num_preemptions = 0
         self.token_limit = self.num_prompt_tokens + sampling_params.max_tokens  # the scheduler may lower it
         self.block_hashes: list[bytes] = []  # of the full blocks known so far, filled by the KV cache manager

@@ -9,6 +9,11 @@ no clock and no text. Floor 0.
 - The first waiting request that is refused blocks stops the line: nobody passes it.
 - A request is admitted only when its whole sequence would have room (`scheduler_reserve_full_isl`).
 - Cost of a step: O(running requests), whatever their context and however many wait.
+
+Steps may overlap: `schedule` may plan step n+1 before `update` has the tokens of step n. A token that is being sampled
+counts as there (`num_in_flight`), it is just not known yet; steps must be executed and updated in the order they were
+planned. What a step in flight writes for a request that has ended lands in blocks nobody reads before they are written
+again by a later step.
 """
 
 from kvctl.core.config import SchedulerConfig
@@ -57,6 +62,7 @@ class Scheduler:
         self._capacity_tokens = kv_cache_manager.capacity_tokens(config.max_model_len)
         self._finished_ids: list[str] = []  # the runner has not been told yet
         self._preempted_ids: list[str] = []  # likewise
+        self._ghosts: dict[str, int] = {}  # ended requests -> tokens that steps in flight still sample for them
         self._stats = SchedulerStats()
 
     # ---- requests in and out ----
@@ -68,7 +74,7 @@ class Scheduler:
             InvalidRequest: an id in use, no tokens, or a prompt that can never fit; nothing was queued.
         """
         prompt = request.num_prompt_tokens
-        if request.request_id in self.requests:
+        if request.request_id in self.requests or request.request_id in self._ghosts:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if prompt == 0:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
@@ -116,6 +122,13 @@ class Scheduler:
         request.stop_reason = stop_token_id
         self.kv_cache_manager.free(request)
         del self.requests[request.request_id]
+        if request.num_in_flight:
+            self._ghosts[request.request_id] = request.num_in_flight
+
+    def _lay_ghost(self, request_id: str) -> None:
+        left = self._ghosts.pop(request_id, 0) - 1
+        if left > 0:
+            self._ghosts[request_id] = left
 
     @property
     def has_work(self) -> bool:
@@ -158,10 +171,15 @@ class Scheduler:
         while left > 0 and index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
-            missing = len(request.token_ids) - computed
+            total = len(request.token_ids) + request.num_in_flight
+            if total >= request.token_limit:
+                index += 1  # its last token is being sampled: nothing follows
+                continue
+            missing = total - computed
             if missing == 1 and computed + 1 < request.allocated_tokens:
                 # Nearly all steps of nearly all requests: one token, and its block neither fills nor is missing.
-                request.num_computed_tokens = computed + 1
+                request.num_computed_tokens = total
+                request.num_in_flight += 1
                 add_id(request.request_id)
                 add_count(1)
                 left -= 1
@@ -188,11 +206,17 @@ class Scheduler:
         if request.num_computed_tokens < request.num_prompt_tokens:
             prefill = min(num_tokens, request.num_prompt_tokens - request.num_computed_tokens)
             self._stats.num_prefill_tokens += prefill
+        self._put(plan, request, request.num_computed_tokens, num_tokens)
+        return index + 1
+
+    def _put(self, plan: _Plan, request: Request, num_computed: int, num_tokens: int) -> None:
+        """Enter `num_tokens` tokens after the first `num_computed` into the plan; at the end one is sampled."""
         plan.request_ids.append(request.request_id)
         plan.counts.append(num_tokens)
         plan.left_tokens -= num_tokens
-        request.num_computed_tokens += num_tokens
-        return index + 1
+        request.num_computed_tokens = num_computed + num_tokens
+        if request.num_computed_tokens == len(request.token_ids) + request.num_in_flight:
+            request.num_in_flight += 1
 
     def _chunk_limit(self) -> int:
         """Most tokens one request may take in a step. A lone request may take all: nobody waits behind it."""
@@ -216,6 +240,8 @@ class Scheduler:
             del plan.request_ids[position]
             plan.new_blocks.pop(victim.request_id, None)
             plan.left_tokens += num_tokens
+            if computed == len(victim.token_ids) + victim.num_in_flight - 1:
+                victim.num_in_flight -= 1
             computed -= num_tokens
             self.kv_cache_manager.unregister_uncomputed(victim, computed)
             if computed < victim.num_prompt_tokens:
@@ -243,6 +269,9 @@ class Scheduler:
             if reason:
                 break
             request = self.waiting.peek()
+            if request.num_in_flight:  # preempted while its newest token is being sampled: that one must be known
+                reason = WaitingReason.PREEMPTION
+                break
             prefix = manager.find_cached_prefix(request)
             missing = request.num_tokens - prefix.num_tokens
             if not config.enable_chunked_prefill and missing > plan.left_tokens:
@@ -279,11 +308,8 @@ class Scheduler:
             stats.num_recomputed_tokens += request.num_tokens - num_cached
         request.move_to(RequestStatus.RUNNING)
         request.waiting_reason = None
-        request.num_computed_tokens = num_cached + num_tokens
         self.running.append(request)
-        plan.request_ids.append(request.request_id)
-        plan.counts.append(num_tokens)
-        plan.left_tokens -= num_tokens
+        self._put(plan, request, num_cached, num_tokens)
         plan.new_requests.append(
             NewRequestData(
                 request_id=request.request_id,
@@ -322,9 +348,11 @@ class Scheduler:
                 continue
             request = requests.get(request_id)
             if request is None:
-                continue  # aborted while the step ran
+                self._lay_ghost(request_id)  # ended or aborted while the step ran
+                continue
             token_ids = request.token_ids
             token_ids.append(token_id)
+            request.num_in_flight -= 1
             output = EngineOutput(request_id, [token_id])
             add_output(output)
             if token_id in request.stop_token_ids or len(token_ids) >= request.token_limit:
@@ -346,6 +374,8 @@ class Scheduler:
         output.finish_reason, output.stop_reason = finish
         output.num_preemptions = request.num_preemptions
         output.num_cached_tokens = request.num_cached_tokens
+        if request.status is RequestStatus.PREEMPTED:
+            self.waiting.remove(request)
         self._finish(request, *finish)
 
     def take_stats(self) -> SchedulerStats:

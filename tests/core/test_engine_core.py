@@ -1,6 +1,9 @@
+import random
+
 import pytest
 
 from kvctl.core.engine_core import EngineCore
+from kvctl.core.pipelined_engine_core import PipelinedEngineCore
 from kvctl.core.request import FinishReason
 from kvctl.core.step import ModelRunnerOutput, SchedulerOutput
 from kvctl.errors import InvariantViolation
@@ -106,3 +109,99 @@ def test_a_stuck_queue_is_a_bug_and_said_so() -> None:
     scheduler.kv_cache_manager.pool.allocate(3)  # somebody leaks blocks
     with pytest.raises(InvariantViolation, match="cannot start although nothing runs"):
         core.step()
+
+
+# ---- two steps in flight ----
+
+
+def serve(core: EngineCore, num_requests: int, seed: int, aborts: bool = True) -> dict[str, list[int]]:
+    """Requests of random lengths arriving while others run; some are aborted. Request id -> tokens."""
+    rng = random.Random(seed)
+    generated: dict[str, list[int]] = {}
+    ended: set[str] = set()
+    arrived = 0
+    while arrived < num_requests or core.has_work():
+        if arrived < num_requests and rng.random() < 0.5:
+            generated[f"r{arrived}"] = []
+            core.add(
+                make_request(f"r{arrived}", rng.randint(1, 30), max_tokens=rng.randint(1, 20), priority=arrived % 3)
+            )
+            arrived += 1
+        if aborts and rng.random() < 0.03 and core.scheduler.requests:
+            name = rng.choice(sorted(core.scheduler.requests))
+            core.abort(name)
+            ended.add(name)
+        for output in core.step().outputs:
+            assert output.request_id not in ended, "nothing follows the end of a request"
+            generated[output.request_id] += output.new_token_ids
+            if output.finish_reason:
+                ended.add(output.request_id)
+        core.scheduler.check_integrity()
+    core.close()
+    pool = core.scheduler.kv_cache_manager.pool
+    assert ended == set(generated) and pool.num_free_blocks == pool.num_usable_blocks
+    return generated
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_blocks", [20, 200])
+@pytest.mark.parametrize("seed", range(6))
+def test_overlapped_steps_give_the_same_tokens(policy: str, num_blocks: int, seed: int) -> None:
+    def core(kind: type[EngineCore]) -> EngineCore:
+        scheduler = make_scheduler(num_blocks, policy=policy, max_num_batched_tokens=24, max_num_seqs=6)
+        return kind(scheduler, CountingRunner(), Ticks())
+
+    assert serve(core(PipelinedEngineCore), 40, seed, aborts=False) == serve(core(EngineCore), 40, seed, aborts=False)
+    for name, tokens in serve(core(PipelinedEngineCore), 40, seed).items():
+        first = tokens[0] if tokens else 0
+        assert tokens == list(range(first, first + len(tokens))), name
+
+
+def test_the_next_step_is_started_before_the_last_one_is_told() -> None:
+    runner = CountingRunner()
+    core = PipelinedEngineCore(make_scheduler(), runner, Ticks())
+    core.add(make_request("a", 5, max_tokens=3))
+    assert core.step().outputs == []  # step 1 is in flight
+    assert [o.new_token_ids for o in core.step().outputs] == [[5]]  # step 2 was planned without knowing token 5
+    assert len(core._in_flight) == 1
+    assert [o.new_token_ids for o in core.step().outputs] == [[6]]
+    last = core.step()
+    assert last.outputs[0].finish_reason is FinishReason.LENGTH and not core.has_work()
+    assert len(runner.plans) == 3  # nothing was computed beyond max_tokens
+    core.close()
+
+
+def test_what_a_step_in_flight_samples_for_an_ended_request_is_dropped() -> None:
+    core = PipelinedEngineCore(make_scheduler(), CountingRunner(), Ticks())
+    request = make_request("a", 5, max_tokens=50)
+    request.eos_token_ids = frozenset({6})
+    core.add(request)
+    told = [output for _ in range(6) for output in core.step().outputs]
+    assert [o.new_token_ids for o in told] == [[5], [6]] and told[-1].finish_reason is FinishReason.STOP
+    core.add(make_request("a", 5, max_tokens=1))  # the id is free again
+    assert [o.new_token_ids for _ in range(2) for o in core.step().outputs] == [[5]]
+    core.close()
+
+
+def test_an_id_stays_taken_while_a_step_in_flight_samples_for_it() -> None:
+    core = PipelinedEngineCore(make_scheduler(), CountingRunner(), Ticks())
+    core.add(make_request("a", 5, max_tokens=50))
+    core.step()
+    core.abort("a")
+    core.add(make_request("a", 5, max_tokens=50))
+    outputs = [o for _ in range(2) for o in core.step().outputs]
+    assert [(o.finish_reason, "in use" in (o.error or "")) for o in outputs] == [(FinishReason.ERROR, True)]
+    core.close()
+
+
+def test_an_error_of_the_runner_is_not_swallowed() -> None:
+    class Failing:
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            raise RuntimeError("the device is gone")
+
+    core = PipelinedEngineCore(make_scheduler(), Failing(), Ticks())
+    core.add(make_request("a", 5, max_tokens=5))
+    core.step()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.step()
+    core.close()
