@@ -71,11 +71,14 @@ def prefill_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atte
         return AttentionConfig(max(minimum, 64 if wide else 128), 32 if wide or kv_bytes == 4 else 64, 8, 1)
     if kv_bytes == 4:
         return AttentionConfig(max(minimum, 32 if wide else 64), 16 if wide else 32, 8, 2)
+    # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
+    few_registers = arch in ("sm_80", "sm_120")
     if wide:
-        small = arch in ("sm_80", "sm_120")
-        return AttentionConfig(max(minimum, 64), 32, 8, 2 if small else 3)
+        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, 2)
     if head_dim > 64:
-        return AttentionConfig(max(minimum, 128), 32 if arch == "sm_120" else 64, 8, 3)
+        masked = head_dim != next_power_of_2(head_dim)  # so are the masks of a padded head
+        rows = 64 if few_registers and (kv_bytes == 1 or masked) else 128
+        return AttentionConfig(max(minimum, rows), 32 if arch == "sm_120" else 64, 8, 3)
     return AttentionConfig(max(minimum, 128), 64, 8, 3)
 
 

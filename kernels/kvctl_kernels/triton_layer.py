@@ -1,7 +1,8 @@
 """The small operations of a decoder layer on GPUs, fused so that each is one launch: KV store, rotary, norms, gates.
 
 Plain pointer Triton, arithmetic in float32, rounded once at the store. Knows no model. Tokens are rows; a row may be
-part of a wider one (a view of the fused QKV product), so each tensor comes with its row stride. Launchers: `triton_ops`.
+part of a wider one (a view of the fused QKV product), so each tensor comes with its row stride. Launchers are in
+`triton_ops`.
 """
 
 import triton

@@ -1,0 +1,297 @@
+"""Compile every kernel of the table for every architecture without a GPU, and read what came out.
+
+Knows nothing of running kernels. Each case mirrors the specialisation a launch makes (pointer and stride
+divisibility, constants), without which the result is not the real kernel: registers, spills and vector loads differ.
+Registers and shared memory come from the tools that Triton brings along (`cuobjdump`, `nvdisasm`) or, for AMD, from
+the assembly's own notes. Must run with TRITON_INTERPRET unset.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvctl_kernels import triton_attention, triton_layer
+from kvctl_kernels.configs import (
+    ARCHS,
+    SHARED_LIMIT_BYTES,
+    Arch,
+    AttentionConfig,
+    decode_config,
+    next_power_of_2,
+    prefill_config,
+)
+
+HEAD_DIMS = (64, 96, 128, 256)
+GROUP = 4
+PAGE = 16
+FUNCTIONS = {
+    "paged_decode": triton_attention.paged_decode_kernel,
+    "paged_prefill": triton_attention.paged_prefill_kernel,
+    "merge_attention_states": triton_attention.merge_attention_states_kernel,
+    "store_kv": triton_layer.store_kv_kernel,
+    "rotary": triton_layer.rotary_kernel,
+    "rms_norm": triton_layer.rms_norm_kernel,
+    "gate_and_mul": triton_layer.gate_and_mul_kernel,
+}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# What a matrix instruction looks like in the final code, per architecture.
+_TENSOR = {
+    "sm_80": r"\bHMMA\b",
+    "sm_90": r"\bHG?MMA\b",
+    "sm_100": r"\b(HMMA|UTC\w*MMA)\b",
+    "sm_120": r"\bHMMA\b",
+    "gfx942": r"v_mfma_",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel in one configuration for one architecture."""
+
+    kernel: str
+    arch: Arch
+    label: str
+    pointers: dict[str, str]  # argument -> element type
+    scalars: dict[str, str]  # argument -> type; those in `divisible` are multiples of 16
+    divisible: frozenset[str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    uses_tensor_cores: bool = False
+    min_kv_buffers: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """What the compiler made of a case. `instructions` counts what matters in the final code."""
+
+    kernel: str
+    config: str
+    arch: str
+    ok: bool = False
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def _kv_types(arch: Arch) -> Iterator[tuple[str, str, int, int]]:
+    """(label, pointer type, KV_KIND, bytes) of the caches this architecture can hold."""
+    yield "bf16", "bf16", 0, 2
+    if arch == "sm_80":
+        yield "e4m3", "u8", 2, 1
+    else:
+        yield "e4m3", "fp8e4b8" if arch == "gfx942" else "fp8e4nv", 1, 1
+    if arch != "gfx942":
+        yield "e5m2", "fp8e5", 1, 1
+
+
+def _attention_constants(head_dim: int, kind: int, config: AttentionConfig, has_scales: bool) -> dict[str, Any]:
+    return {
+        "GROUP": GROUP,
+        "BLOCK_M": config.block_m,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": next_power_of_2(head_dim),
+        "PAGE": PAGE,
+        "BLOCK_N": config.block_n,
+        "HAS_WINDOW": False,
+        "HAS_CAP": False,
+        "HAS_SCALES": has_scales,
+        "KV_KIND": kind,
+    }
+
+
+def _attention_cases(arch: Arch) -> Iterator[Case]:
+    scalars = {"scale_log2": "fp32", "soft_cap": "fp32", "window": "i32", "q_stride": "i32", "table_stride": "i32"}
+    for head_dim in HEAD_DIMS:
+        for label, pointer, kind, kv_bytes in _kv_types(arch):
+            has_scales = kv_bytes == 1
+            scale = "fp32" if has_scales else "none"
+            shared = {"k_ptr": pointer, "v_ptr": pointer, "k_scale_ptr": scale, "v_scale_ptr": scale}
+            shared |= {"q_ptr": "bf16", "table_ptr": "i32", "seq_lens_ptr": "i32"}
+            config = decode_config(arch, head_dim, kv_bytes, GROUP)
+            yield Case(
+                "paged_decode",
+                arch,
+                f"D{head_dim} {label} N{config.block_n} w{config.num_warps} s{config.num_stages}",
+                shared | {"out_ptr": "fp32", "lse_ptr": "fp32"},
+                scalars | {"kv_start": "i32"},
+                frozenset({"q_stride"}),
+                _attention_constants(head_dim, kind, config, has_scales) | {"NUM_SPLITS": 8, "WRITE_LSE": True},
+                config.num_warps,
+                config.num_stages,
+                uses_tensor_cores=True,
+                min_kv_buffers=0 if arch == "gfx942" else 2,
+            )
+            config = prefill_config(arch, head_dim, kv_bytes, GROUP)
+            yield Case(
+                "paged_prefill",
+                arch,
+                f"D{head_dim} {label} M{config.block_m} N{config.block_n} w{config.num_warps} s{config.num_stages}",
+                shared | {"out_ptr": "bf16", "lse_ptr": "none", "starts_ptr": "i32"},
+                scalars | {"num_requests": "i32"},
+                frozenset({"q_stride"}),
+                _attention_constants(head_dim, kind, config, has_scales) | {"CAUSAL": True, "WRITE_LSE": False},
+                config.num_warps,
+                config.num_stages,
+                uses_tensor_cores=True,
+            )
+
+
+def _layer_cases(arch: Arch) -> Iterator[Case]:
+    for label, pointer, kind, kv_bytes in _kv_types(arch):
+        scale = "fp32" if kv_bytes == 1 else "none"
+        yield Case(
+            "store_kv",
+            arch,
+            f"D128 {label}",
+            {"key_ptr": "bf16", "value_ptr": "bf16", "k_cache_ptr": pointer, "v_cache_ptr": pointer}
+            | {"slots_ptr": "i64", "k_scale_ptr": scale, "v_scale_ptr": scale},
+            {"key_stride": "i32", "value_stride": "i32"},
+            frozenset({"key_stride", "value_stride"}),
+            {"NUM_HEADS": 8, "BLOCK_H": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE": PAGE}
+            | {"HAS_SCALES": kv_bytes == 1, "KV_KIND": kind},
+        )
+    yield Case(
+        "merge_attention_states",
+        arch,
+        "D128 P8",
+        {"out_ptr": "bf16", "lse_out_ptr": "none", "parts_ptr": "fp32", "lse_ptr": "fp32"},
+        {"row_stride": "i32", "part_stride": "i32", "lse_row_stride": "i32", "lse_part_stride": "i32"},
+        frozenset({"row_stride", "part_stride"}),
+        {"NUM_PARTS": 8, "BLOCK_P": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "WRITE_LSE": False},
+    )
+    for has_norm in (False, True):
+        yield Case(
+            "rotary",
+            arch,
+            "D128 norm" if has_norm else "D128",
+            {"x_ptr": "bf16", "out_ptr": "bf16", "positions_ptr": "i64", "cos_sin_ptr": "fp32"}
+            | {"norm_weight_ptr": "bf16" if has_norm else "none"},
+            {"eps": "fp32", "x_stride": "i32", "out_stride": "i32"},
+            frozenset({"x_stride", "out_stride"}),
+            {"NUM_HEADS": 32, "BLOCK_H": 32, "HALF": 64, "BLOCK_HALF": 64, "HEAD_DIM": 128, "HAS_NORM": has_norm},
+        )
+    for has_residual in (False, True):
+        yield Case(
+            "rms_norm",
+            arch,
+            "N4096 residual" if has_residual else "N4096",
+            {"x_ptr": "bf16", "residual_ptr": "bf16" if has_residual else "none", "weight_ptr": "bf16"}
+            | {"out_ptr": "bf16"},
+            {"eps": "fp32", "inner": "i32", "x_stride": "i32"},
+            frozenset({"x_stride"}),
+            {"N": 4096, "BLOCK": 4096, "HAS_RESIDUAL": has_residual},
+            num_warps=8,
+        )
+    for gelu in (False, True):
+        yield Case(
+            "gate_and_mul",
+            arch,
+            "gelu" if gelu else "silu",
+            {"x_ptr": "bf16", "out_ptr": "bf16"},
+            {"x_stride": "i32", "N": "i32"},
+            frozenset({"x_stride", "N"}),
+            {"BLOCK": 1024, "GELU": gelu},
+        )
+
+
+def cases(archs: tuple[Arch, ...] = ARCHS) -> list[Case]:
+    """Every row of the table, for every architecture."""
+    return [case for arch in archs for make in (_attention_cases, _layer_cases) for case in make(arch)]
+
+
+def _compile(case: Case) -> Any:
+    signature: dict[str, str] = {}
+    constants = dict(case.constants)
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, name in enumerate(FUNCTIONS[case.kernel].arg_names):
+        if name in case.constants:
+            signature[name] = "constexpr"
+        elif case.pointers.get(name) == "none":
+            signature[name] = "constexpr"
+            constants[name] = None
+        elif name in case.pointers:
+            signature[name] = f"*{case.pointers[name]}"
+            attrs[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = case.scalars[name]
+            if name in case.divisible:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    positions = {(FUNCTIONS[case.kernel].arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=FUNCTIONS[case.kernel], signature=signature, constexprs=positions, attrs=attrs)
+    if case.arch == "gfx942":
+        target = GPUTarget("hip", "gfx942", 64)
+    else:
+        target = GPUTarget("cuda", int(case.arch.removeprefix("sm_")), 32)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    return triton.compile(source, target=target, options=options)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _read_cuda(compiled: Any, row: Row) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _tool("cuobjdump", "-res-usage", str(path))))
+        sass = _tool("nvdisasm", "-c", str(path))
+    row.registers = int(usage["REG"])
+    row.spill_bytes = int(usage["STACK"]) + int(usage["LOCAL"])
+    row.shared_bytes = int(compiled.metadata.shared)
+    row.instructions["loads_128"] = len(re.findall(r"\b(?:LDG|LDGSTS)\.E\.(?:\w+\.)*128|UBLKCP|UTMALDG", sass))
+    return sass
+
+
+def _read_hip(compiled: Any, row: Row) -> str:
+    assembly = str(compiled.asm["amdgcn"])
+    notes = dict(re.findall(r"\.(vgpr_count|agpr_count|sgpr_spill_count|vgpr_spill_count):\s*(\d+)", assembly))
+    row.registers = int(notes["vgpr_count"])
+    row.spill_bytes = 4 * int(notes["vgpr_spill_count"])  # scalar registers spill into vector lanes, not to memory
+    row.shared_bytes = int(compiled.metadata.shared)
+    row.instructions["loads_128"] = len(re.findall(r"(?:global|buffer)_load_dwordx4", assembly))
+    return assembly
+
+
+def _kv_buffers(ttgir: str, block_n: int, block_d: int) -> int:
+    """How many buffers the pipeliner gave a tile of K or V, from the shapes of its allocations."""
+    shapes = re.findall(rf"memdesc<(\d+)x(?:{block_n}x{block_d}|{block_d}x{block_n})x", ttgir)
+    return max(map(int, shapes), default=1)
+
+
+def compile_case(case: Case) -> Row:
+    """Compile one case and hold it to what the table promises; a failure is a row with `problems`, not an error."""
+    row = Row(case.kernel, case.label, case.arch)
+    try:
+        compiled = _compile(case)
+        code = (_read_hip if case.arch == "gfx942" else _read_cuda)(compiled, row)
+    except Exception as error:  # whatever the compiler raises is what this report is for
+        row.problems.append(f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200] if str(error) else ''}")
+        return row
+    row.instructions["tensor"] = len(re.findall(_TENSOR[case.arch], code))
+    if case.uses_tensor_cores and not row.instructions["tensor"]:
+        row.problems.append("no tensor instructions")
+    if case.min_kv_buffers:
+        buffers = _kv_buffers(compiled.asm["ttgir"], case.constants["BLOCK_N"], case.constants["BLOCK_D"])
+        row.instructions["kv_buffers"] = buffers
+        if buffers < case.min_kv_buffers:
+            row.problems.append(f"{buffers} K/V buffers")
+    if row.spill_bytes:
+        row.problems.append(f"spills {row.spill_bytes} bytes")
+    if row.shared_bytes > SHARED_LIMIT_BYTES[case.arch]:
+        row.problems.append(f"{row.shared_bytes} bytes of shared memory")
+    if not row.instructions["loads_128"] and (case.uses_tensor_cores or case.arch != "gfx942"):
+        row.problems.append("no 128-bit loads")
+    row.ok = not row.problems
+    return row

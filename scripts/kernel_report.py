@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Compile every Triton kernel for every GPU architecture (no GPU needed) and print registers, spills, shared memory.
+
+Exit code 1 if any row breaks a promise of the table: it compiles, spills nothing, fits the shared memory, uses tensor
+instructions and 128-bit loads, and double-buffers K and V in decode.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+
+from kvctl_kernels import aot
+from kvctl_kernels.configs import ARCHS
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="only this architecture (may be repeated)")
+    parser.add_argument("--kernel", help="only this kernel")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="the table for kernels/README.md")
+    args = parser.parse_args()
+    wanted = [case for case in aot.cases(tuple(args.arch or ARCHS)) if args.kernel in (None, case.kernel)]
+    rows = []
+    with (
+        ProcessPoolExecutor(os.cpu_count()) as pool,
+        Progress(console=Console(stderr=True), disable=args.json, transient=True) as progress,
+    ):
+        task = progress.add_task("compiling", total=len(wanted))
+        for row in pool.map(aot.compile_case, wanted):
+            rows.append(row)
+            progress.advance(task)
+    if args.json:
+        json.dump({"rows": [dataclasses.asdict(row) for row in rows]}, sys.stdout, indent=1)
+        print()
+    else:
+        print_table(rows, args.markdown)
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def cells(row: aot.Row) -> list[str]:
+    seen = row.instructions
+    verdict = "ok" if row.ok else "; ".join(row.problems)
+    numbers = [row.registers, row.spill_bytes, row.shared_bytes, seen.get("tensor", 0), seen.get("loads_128", 0)]
+    return [row.kernel, row.config, row.arch, *map(str, numbers), str(seen.get("kv_buffers", "-")), verdict]
+
+
+def print_table(rows: list[aot.Row], markdown: bool) -> None:
+    headers = ["kernel", "config", "arch", "regs", "spill B", "shared B", "tensor", "ld128", "KV bufs", "verdict"]
+    if markdown:
+        print("| " + " | ".join(headers) + " |\n" + "|---" * len(headers) + "|")
+        for row in rows:
+            print("| " + " | ".join(cells(row)) + " |")
+        return
+    table = Table(*headers, box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*cells(row), style="" if row.ok else "red")
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    bad = sum(not row.ok for row in rows)
+    print(f"{len(rows)} rows, {bad} broken" if bad else f"{len(rows)} rows, all as promised")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
