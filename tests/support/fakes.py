@@ -12,10 +12,11 @@ from kvctl.core.config import SchedulerConfig
 from kvctl.core.engine_core import Clock, EngineCore
 from kvctl.core.kv_cache_groups import KVCacheGroup
 from kvctl.core.kv_cache_manager import KVCacheManager
+from kvctl.core.request import Request
 from kvctl.core.scheduler import Scheduler
 from kvctl.core.step import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from kvctl.engine.config import DeviceConfig, EngineConfig, EngineInfo, ModelConfig
-from kvctl.errors import ModelBroken
+from kvctl.errors import InvalidRequest, ModelBroken
 from tests.support.byte_tokenizer import EOS_ID
 
 
@@ -149,3 +150,22 @@ def build_echo_core(config: EngineConfig, clock: Clock, report: Callable[[str], 
         load_s=0.0,
     )
     return EngineCore(Scheduler(scheduler, manager), EchoModelRunner(), clock), info
+
+
+class PickyCore(EngineCore):
+    """Refuses the request "refused" and trips over the request "bug" while it is added."""
+
+    def add(self, request: Request) -> None:
+        if request.request_id == "refused":
+            raise InvalidRequest("not this one", param="request_id")
+        if request.request_id == "bug":
+            raise TypeError("a bug while adding")
+        super().add(request)
+
+
+def build_picky_core(
+    config: EngineConfig, clock: Clock, report: Callable[[str], None]
+) -> tuple[EngineCore, EngineInfo]:
+    """Like `build_echo_core`, with a `PickyCore`."""
+    core, info = build_echo_core(config, clock, report)
+    return PickyCore(core.scheduler, core.runner, clock), info
