@@ -10,6 +10,7 @@ import gc
 import random
 import resource
 from collections.abc import Iterator
+from itertools import repeat
 from time import perf_counter
 
 from kvctl.bench.body import BodyBuilder
@@ -59,16 +60,16 @@ class LoadRun:
         """Issue everything from `start_s` (perf_counter seconds) on, wait for the answers, return what was measured."""
         measured = self.collector.measured
         measured.has_precise_timer = self._timer.is_precise
-        usage_before = resource.getrusage(resource.RUSAGE_SELF)
-        measured.start_s = start_s = perf_counter() if start_s is None else start_s
-        measured.ramp_end_s = start_s + self._load.effective_ramp_s
-        if self._load.duration_s is not None:
-            self._stop_s = start_s + self._load.duration_s
-        self._timer.call_at(start_s, self._probe)
         thresholds = gc.get_threshold()
         gc.collect()
         gc.freeze()  # what exists now stays: a collection that walks it would be a pause of milliseconds
         gc.set_threshold(50_000, *thresholds[1:])
+        usage_before = resource.getrusage(resource.RUSAGE_SELF)
+        measured.start_s = start_s = max(start_s or 0.0, perf_counter())
+        measured.ramp_end_s = start_s + self._load.effective_ramp_s
+        if self._load.duration_s is not None:
+            self._stop_s = start_s + self._load.duration_s
+        self._timer.call_at(start_s, self._probe)
         try:
             if self._load.concurrency is not None:
                 await self._run_closed(self._load.concurrency, start_s)
@@ -126,16 +127,16 @@ class LoadRun:
             task = asyncio.create_task(self._run_session(session, due_s))
             running.add(task)
             task.add_done_callback(running.discard)
-        if self._load.duration_s is not None and not self._is_stopped and self._num_issued < self._tickets:
+        if self._load.arrivals is not None and self._load.duration_s is not None and not self._has_ended():
             await self._timer.sleep_until(self._stop_s)
         self._note_issue_end()
         await self._drain(running)
 
     def _schedule(self, start_s: float) -> Iterator[tuple[Session, float]]:
         arrivals = self._load.arrivals
-        assert arrivals is not None
-        for time_s, session in zip(arrivals.times_s(self._load.seed), self._sessions, strict=False):
-            due_s = start_s + (time_s if session.due_s is None else session.due_s)
+        times_s = repeat(0.0) if arrivals is None else arrivals.times_s(self._load.seed)
+        for time_s, session in zip(times_s, self._sessions, strict=False):
+            due_s = start_s + (time_s if arrivals is not None else session.due_s or 0.0)
             if due_s >= self._stop_s:
                 return
             yield session, due_s
@@ -157,7 +158,7 @@ class LoadRun:
                 due_s = perf_counter() + turn.think_s
                 await self._timer.sleep_until(due_s)
                 is_last = i == len(session.turns) - 1
-            if self._has_ended() and not (i == 0 and self._load.arrivals is not None and not self._is_stopped):
+            if self._has_ended() and not (i == 0 and self._load.is_open and not self._is_stopped):
                 return
             if not await self._may_send():
                 self.collector.measured.num_never_sent += 1

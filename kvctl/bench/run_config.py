@@ -18,13 +18,15 @@ LATE_S = 0.005  # sent more than this after it was due: late
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """How requests are issued. `concurrency`: closed loop; `arrivals`: open loop, `max_in_flight` caps it."""
+    """How requests are issued. `concurrency`: closed loop; `arrivals` or `replay`: open, `max_in_flight` caps it."""
 
     concurrency: int | None = None
     arrivals: ArrivalSpec | None = None
+    replay: bool = False  # the workload says when requests are due
     max_in_flight: int | None = None
     duration_s: float | None = None
     num_requests: int | None = None
+    is_finite: bool = False  # the workload ends by itself
     warmup_requests: int = 0
     ramp_s: float | None = None  # closed loop: starts are spread over this; None: 4 ms per stream, at most 2 s
     drain_timeout_s: float = 120.0
@@ -33,18 +35,23 @@ class LoadConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.arrivals is None):
+        if (self.concurrency is not None) + (self.arrivals is not None) + self.replay != 1:
             raise ConfigError("a load is either closed (--concurrency) or open (--rate), and one of them")
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"concurrency {self.concurrency} is no load", hint="Give --concurrency at least 1.")
         if self.max_in_flight is not None and self.max_in_flight < 1:
             raise ConfigError(f"--max-in-flight {self.max_in_flight} sends nothing", hint="Give at least 1.")
-        if self.duration_s is None and self.num_requests is None:
+        if self.duration_s is None and self.num_requests is None and not self.is_finite:
             raise ConfigError("the run has no end", hint="Give --duration or --requests.")
         if (self.duration_s is not None and self.duration_s <= 0) or (
             self.num_requests is not None and self.num_requests < 1
         ):
             raise ConfigError("the run would end before it begins", hint="Give --duration or --requests above 0.")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are due by a schedule."""
+        return self.concurrency is None
 
     @property
     def effective_ramp_s(self) -> float:

@@ -38,7 +38,7 @@ class TraceEntry:
     def session(self, maker: PromptMaker) -> Session:
         """The request with a text of its own: equal hashes become equal blocks of text."""
         if not self.hash_ids:
-            text = maker.unique(maker.rate.words_for(self.input_tokens))
+            text = maker.prompt(self.input_tokens)
         else:
             parts, left = [], self.input_tokens
             for block_hash in self.hash_ids:
@@ -48,7 +48,7 @@ class TraceEntry:
                 parts.append(maker.keyed(("block", block_hash), num_words))
                 left -= MOONCAKE_BLOCK_TOKENS
             if left > 0:
-                parts.append(maker.unique(maker.rate.words_within(left)))
+                parts.append(maker.part(left))
             text = " ".join(parts)
         return Session((Turn(text, self.output_tokens, self.input_tokens),), due_s=self.due_s)
 

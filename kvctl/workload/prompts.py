@@ -8,7 +8,7 @@ hashes are made. Pure; shared by bench and simulator. Floor 0.
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 # Common words of one syllable: with the space before it, each is one token for the BPE and unigram vocabularies in
@@ -31,14 +31,30 @@ class TokenRate:
 
     overhead_tokens: float = 0.0  # of a chat template or a start token
     tokens_per_word: float = 1.0
+    excess_tokens: int = 0  # by how much a verified prompt of `verified_words` was longer than that
 
-    def words_for(self, num_tokens: int) -> int:
-        """How many words make a prompt of so many tokens; at least one."""
-        return max(1, round((num_tokens - self.overhead_tokens) / self.tokens_per_word))
+    @property
+    def is_one_token_per_word(self) -> bool:
+        """Whether lengths come out exact by themselves."""
+        return self.tokens_per_word == 1.0 and self.excess_tokens == 0
+
+    def whole_words(self, num_tokens: int) -> int:
+        """How many words fit a prompt of so many tokens; at least one."""
+        return max(1, int((num_tokens - self.overhead_tokens - self.excess_tokens) / self.tokens_per_word + 1e-9))
+
+    def missing_tokens(self, num_tokens: int, num_words: int, *, with_overhead: bool = True) -> int:
+        """How many tokens a prompt of so many words lacks; full stops make up for them."""
+        overhead = self.overhead_tokens + self.excess_tokens if with_overhead else 0.0
+        return max(0, round(num_tokens - overhead - num_words * self.tokens_per_word))
 
     def words_within(self, num_tokens: int) -> int:
         """How many words a part of a prompt (a shared prefix) needs: no overhead."""
         return max(1, round(num_tokens / self.tokens_per_word))
+
+    def corrected(self, num_words: int, counted_tokens: int) -> "TokenRate":
+        """This rate after a prompt of so many words was counted."""
+        expected = self.overhead_tokens + num_words * self.tokens_per_word
+        return replace(self, excess_tokens=round(counted_tokens - expected))
 
     @classmethod
     def from_probes(cls, few: tuple[int, int], many: tuple[int, int]) -> "TokenRate | None":
@@ -47,28 +63,37 @@ class TokenRate:
         if words_2 <= words_1 or tokens_2 <= tokens_1:
             return None
         rate = (tokens_2 - tokens_1) / (words_2 - words_1)
-        overhead = tokens_1 - words_1 * rate
-        return cls(max(0.0, overhead), rate)
+        return cls(max(0.0, tokens_1 - words_1 * rate), rate)
 
 
 class PromptMaker:
     """Texts from one seed. Texts of equal length hold the same words in another order, so they cost equal tokens
     wherever a word costs the same at every place."""
 
-    def __init__(self, seed: int, rate: TokenRate | None = None) -> None:
+    def __init__(self, seed: int, rate: TokenRate | None = None, *, key_seed: int | None = None) -> None:
         self.seed = seed
+        self._key_seed = seed if key_seed is None else key_seed  # makers with the same one share keyed texts
         self.rate = rate or TokenRate()
         self._rng = random.Random(f"prompts-{seed}")
         shuffler = random.Random(f"words-{seed}")
         self._rounds = [" ".join(shuffler.sample(WORDS, len(WORDS))) for _ in range(_NUM_ROUNDS)]
+
+    def prompt(self, num_tokens: int) -> str:
+        """A unique text that is a whole prompt of so many tokens, with the overhead; exact where words cost alike."""
+        num_words = self.rate.whole_words(num_tokens)
+        return _with_stops(self.unique(num_words), self.rate.missing_tokens(num_tokens, num_words))
+
+    def part(self, num_tokens: int) -> str:
+        """A unique text of so many tokens, to follow others."""
+        return self.unique(self.rate.words_within(num_tokens))
 
     def unique(self, num_words: int) -> str:
         """A text whose first words are drawn anew: no cache of prefixes knows it."""
         return self._text(num_words, self._rng)
 
     def keyed(self, key: object, num_words: int) -> str:
-        """The text of a key: always the same for the same key, seed and length."""
-        digest = hashlib.blake2b(f"{self.seed}/{key}".encode(), digest_size=8).digest()
+        """The text of a key: always the same for the same key, key seed and length."""
+        digest = hashlib.blake2b(f"{self._key_seed}/{key}".encode(), digest_size=8).digest()
         return self._text(num_words, random.Random(int.from_bytes(digest, "big")))
 
     def _text(self, num_words: int, rng: random.Random) -> str:
@@ -84,6 +109,16 @@ class PromptMaker:
         if full and rest:
             parts.append(_tail(rest))
         return " ".join(parts)
+
+
+def _with_stops(text: str, num_stops: int) -> str:
+    """Put a full stop, one token nearly everywhere, behind each of the last words."""
+    if num_stops <= 0:
+        return text
+    words = text.split(" ")
+    for i in range(1, min(num_stops, len(words)) + 1):
+        words[-i] += "."
+    return " ".join(words)
 
 
 @lru_cache(maxsize=len(WORDS))

@@ -79,7 +79,7 @@ class WorkloadProfile:
             turns = []
             for i in range(chosen.turns.draw(rng)):
                 asked = chosen.input_tokens.draw(rng)
-                text = maker.unique(rate.words_for(asked) if i == 0 else rate.words_within(asked))
+                text = maker.part(asked) if i or system else maker.prompt(asked)
                 total = asked + (chosen.prefix_tokens if system else 0) if i == 0 else None
                 output = chosen.output_tokens.draw(rng)
                 turns.append(Turn(text, output, total, chosen.think_s if i else 0.0, system=system))

@@ -1,0 +1,272 @@
+"""Turns measurements into the result object: the JSON that is written, printed, compared and drawn. Pure.
+
+`schema_version` 1. Everything is told with its n; what is not known is null, never 0. Floor 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvctl.bench.collector import BINS_PER_S, Measurements
+from kvctl.bench.definitions import DEFINITIONS
+from kvctl.bench.request_table import RequestRow
+from kvctl.bench.run_config import LoadConfig, ReportConfig
+from kvctl.metrics.log_histogram import LogHistogram
+from kvctl.metrics.summary import Goodput, LatencySummary, percentile_interval, sketch, to_ms
+
+SCHEMA_VERSION = 1
+LATENCIES = ("ttft", "ttft_due", "ttfo", "tpot", "max_gap", "e2e", "client_queue")
+
+
+@dataclass(frozen=True)
+class SteadyWindow:
+    """The stretch of a run that is neither ramp nor drain (perf_counter seconds)."""
+
+    start_s: float
+    end_s: float
+    rule: str
+
+    @property
+    def length_s(self) -> float:
+        """Its length."""
+        return self.end_s - self.start_s
+
+
+def steady_window(measured: Measurements, load: LoadConfig, median_e2e_s: float | None) -> SteadyWindow | None:
+    """Find the steady window, on whole tenths of a second; None when the run was too short for one."""
+    start_s, rule = measured.ramp_end_s, "end of the ramp to first idle slot"
+    if load.is_open:
+        start_s = measured.start_s + (median_e2e_s or 0.0)
+        rule = "one median E2E after the start to the end of the schedule"
+    first, last = int(start_s * BINS_PER_S) + 1, int((measured.issue_end_s or measured.end_s) * BINS_PER_S)
+    if last - first < 2:
+        return None
+    return SteadyWindow(first / BINS_PER_S, last / BINS_PER_S, rule)
+
+
+def build_summary(
+    measured: Measurements, load: LoadConfig, report: ReportConfig
+) -> tuple[dict[str, Any], SteadyWindow | None, dict[str, list[float]]]:
+    """The `summary` object, the steady window, and the latencies (s) of completed requests by name."""
+    rows = list(measured.rows.rows())
+    completed = [row for row in rows if row.is_completed]
+    latencies = _latencies(completed)
+    e2e = LatencySummary.of(latencies["e2e"])
+    window = steady_window(measured, load, e2e.percentile_s(50))
+    duration_s = measured.end_s - measured.start_s
+    output_tokens = sum(row.output_tokens for row in completed)
+    input_tokens = sum(max(row.prompt_tokens, 0) for row in completed)
+    num_events = sum(row.num_events for row in completed)
+    summary: dict[str, Any] = {
+        "completed": len(completed),
+        "failed": len(rows) - len(completed),
+        "duration_s": round(duration_s, 6),
+        "drain_s": round(max(0.0, measured.end_s - measured.issue_end_s), 6) if measured.issue_end_s else None,
+        "request_throughput": _per_s(len(completed), duration_s),
+        "output_throughput": _per_s(output_tokens, duration_s),
+        "total_throughput": _per_s(output_tokens + input_tokens, duration_s),
+        "input_tokens": _input_tokens(completed),
+        "output_tokens": _output_tokens(completed, output_tokens),
+        "max_in_flight": measured.max_in_flight,
+    }
+    for name in LATENCIES:
+        values = latencies[name]
+        summary[f"{name}_ms"] = LatencySummary.of(values).as_json_ms() | {"ci95": _intervals(values)}
+        if name == "tpot":
+            summary["gap_ms"] = LatencySummary.of_histogram(measured.gaps).as_json_ms()
+    summary["tokens_per_event"] = round(output_tokens / num_events, 4) if num_events else None
+    summary["goodput"] = _goodput(rows, measured.num_never_sent, duration_s, report)
+    summary["steady"] = _steady(rows, measured, window)
+    summary["classes"] = _classes(completed)
+    return summary, window, latencies
+
+
+def _latencies(completed: Sequence[RequestRow]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in LATENCIES}
+    for row in completed:
+        for name, value_s in row.latencies_s().items():
+            if value_s is not None:
+                found[name].append(value_s)
+        found["client_queue"].append(max(0.0, row.sent_s - row.due_s))
+    return found
+
+
+def _intervals(values: Sequence[float]) -> dict[str, list[float | None] | None]:
+    ordered = sorted(values)
+    result: dict[str, list[float | None] | None] = {}
+    for percent in (50, 99):
+        interval = percentile_interval(ordered, percent)
+        result[f"p{percent}"] = None if interval is None else [to_ms(interval[0]), to_ms(interval[1])]
+    return result
+
+
+def _per_s(amount: float, duration_s: float) -> float | None:
+    return round(amount / duration_s, 6) if duration_s > 0 else None
+
+
+def _input_tokens(completed: Sequence[RequestRow]) -> dict[str, Any]:
+    told = [row for row in completed if row.prompt_tokens >= 0]
+    asked = [row for row in told if row.asked_prompt_tokens >= 0]
+    cached = sum(max(row.cached_tokens, 0) for row in told)
+    total = sum(row.prompt_tokens for row in told)
+    return {
+        "total": total if told else None,
+        "mean": round(total / len(told), 3) if told else None,
+        "asked_mean": round(sum(row.asked_prompt_tokens for row in asked) / len(asked), 3) if asked else None,
+        "exact_share": round(sum(r.prompt_tokens == r.asked_prompt_tokens for r in asked) / len(asked), 4)
+        if asked
+        else None,
+        "cached_share": round(cached / total, 4) if total and any(row.cached_tokens >= 0 for row in told) else None,
+    }
+
+
+def _output_tokens(completed: Sequence[RequestRow], total: float) -> dict[str, Any]:
+    asked = [row for row in completed if row.asked_output_tokens > 0]
+    return {
+        "total": round(total),
+        "mean": round(total / len(completed), 3) if completed else None,
+        "asked_mean": round(sum(row.asked_output_tokens for row in asked) / len(asked), 3) if asked else None,
+    }
+
+
+def _goodput(
+    rows: Sequence[RequestRow], num_never_sent: int, duration_s: float, report: ReportConfig
+) -> dict[str, object] | None:
+    if report.slo is None:
+        return None
+    slo = report.slo
+    num_good = sum(row.is_completed and slo.is_met(row.latencies_s()) for row in rows)
+    return Goodput(num_good, len(rows) + num_never_sent, duration_s, slo).as_json()
+
+
+def _steady(rows: Sequence[RequestRow], measured: Measurements, window: SteadyWindow | None) -> dict[str, Any] | None:
+    if window is None:
+        return None
+    tokens = sum(
+        amount
+        for index, amount in measured.tokens_per_bin.items()
+        if window.start_s * BINS_PER_S - 0.5 < index < window.end_s * BINS_PER_S - 0.5
+    )
+    inside = [row for row in rows if row.is_completed and window.start_s <= row.sent_s <= window.end_s]
+    ended = [row for row in rows if row.is_completed and window.start_s <= row.end_s <= window.end_s]
+    busy_s = sum(max(0.0, min(row.end_s, window.end_s) - max(row.sent_s, window.start_s)) for row in rows if row.sent_s)
+    latencies = _latencies(inside)
+    steady: dict[str, Any] = {
+        "start_s": round(window.start_s - measured.start_s, 3),
+        "end_s": round(window.end_s - measured.start_s, 3),
+        "rule": window.rule,
+        "requests_sent": len(inside),
+        "mean_in_flight": round(busy_s / window.length_s, 3),
+        "request_throughput": _per_s(len(ended), window.length_s),
+        "output_throughput": _per_s(tokens, window.length_s),
+        "total_throughput": _per_s(tokens + sum(max(row.prompt_tokens, 0) for row in ended), window.length_s),
+    }
+    for name in ("ttft", "tpot", "e2e"):
+        steady[f"{name}_ms"] = LatencySummary.of(latencies[name]).as_json_ms()
+    return steady
+
+
+def _classes(completed: Sequence[RequestRow]) -> dict[str, Any]:
+    names = sorted({row.class_name for row in completed} - {""})
+    if len(names) < 2:
+        return {}
+    result = {}
+    for name in names:
+        latencies = _latencies([row for row in completed if row.class_name == name])
+        result[name] = {f"{key}_ms": LatencySummary.of(latencies[key]).as_json_ms() for key in ("ttft", "tpot", "e2e")}
+    return result
+
+
+def build_samples(latencies: Mapping[str, Sequence[float]], gaps: LogHistogram) -> dict[str, Any]:
+    """Sorted samples in ms (at most 2000 points each) for `compare` and plots; gaps as (ms, share up to it)."""
+    samples: dict[str, Any] = {
+        f"{name}_ms": [round(value * 1e3, 4) for value in sketch(values)]
+        for name, values in latencies.items()
+        if values and name != "client_queue"
+    }
+    points = list(gaps.cumulative())
+    step = max(1, len(points) // 500)
+    samples["gap_cdf"] = [
+        [round(value * 1e3, 4), round(seen / gaps.count, 6)]
+        for i, (value, seen) in enumerate(points)
+        if i % step == 0 or i == len(points) - 1
+    ]
+    return samples
+
+
+def build_timeline(measured: Measurements) -> dict[str, Any]:
+    """Tokens per second and requests in flight over the run, in steps that give at most 600 points."""
+    first = int(measured.start_s * BINS_PER_S)
+    last = max(int(measured.end_s * BINS_PER_S), first + 1)
+    width = max(1, -(-(last - first) // 600))
+    steps = range(first, last, width)
+    tokens = [sum(measured.tokens_per_bin.get(i, 0.0) for i in range(s, s + width)) for s in steps]
+    in_flight = [max((measured.in_flight_per_bin.get(i, 0) for i in range(s, s + width)), default=0) for s in steps]
+    return {
+        "step_s": width / BINS_PER_S,
+        "start_s": round(first / BINS_PER_S - measured.start_s, 4),
+        "output_tokens_per_s": [round(amount * BINS_PER_S / width, 3) for amount in tokens],
+        "in_flight": in_flight,
+    }
+
+
+def build_records(measured: Measurements) -> list[dict[str, Any]]:
+    """One object per request, times in ms after the start of the run."""
+    records = []
+    for row in measured.rows.rows():
+        record: dict[str, Any] = {
+            "number": row.number,
+            "class": row.class_name or None,
+            "error": row.error_kind or None,
+            "due_ms": to_ms(row.due_s - measured.start_s),
+            "sent_ms": to_ms(row.sent_s - measured.start_s) if row.sent_s else None,
+            "connect_ms": to_ms(row.connect_s),
+            "end_ms": to_ms(row.end_s - measured.start_s),
+            "prompt_tokens": row.prompt_tokens if row.prompt_tokens >= 0 else None,
+            "cached_tokens": row.cached_tokens if row.cached_tokens >= 0 else None,
+            "output_tokens": round(row.output_tokens),
+            "events": row.num_events,
+        }
+        record |= {f"{name}_ms": to_ms(value) for name, value in row.latencies_s().items()}
+        times_s = measured.token_times_s.get(row.number)
+        if times_s is not None:
+            record["event_times_ms"] = [to_ms(time_s - measured.start_s) for time_s in times_s]
+        records.append(record)
+    return records
+
+
+def build_errors(measured: Measurements) -> dict[str, Any]:
+    """How many of each kind, and what the first of each said."""
+    return {
+        kind: {"count": count, "first": measured.error_texts.get(kind, "")}
+        for kind, count in measured.errors.most_common()
+    }
+
+
+def build_result(
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    client: Mapping[str, Any],
+    server: Mapping[str, Any] | None,
+    measured: Measurements,
+    latencies: Mapping[str, Sequence[float]],
+    *,
+    with_records: bool,
+) -> dict[str, Any]:
+    """The whole object of one run."""
+    result: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "config": dict(config),
+        "definitions": DEFINITIONS,
+        "summary": dict(summary),
+        "client": dict(client),
+        "server": None if server is None else dict(server),
+        "errors": build_errors(measured),
+        "interrupted": measured.interrupted,
+        "stopped_by_errors": measured.stopped_by_errors,
+        "samples": build_samples(latencies, measured.gaps),
+        "timeline": build_timeline(measured),
+    }
+    if with_records:
+        result["records"] = build_records(measured)
+    return result

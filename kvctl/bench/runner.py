@@ -1,0 +1,219 @@
+"""One measurement from beginning to end: preflight, calibration, warm-up, load, server's readings, result.
+
+`prepare` asks the server once; `measure` may then run several loads (sweeps and searches do). Prints nothing: progress
+goes to a `Progress`. Floor 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from kvctl import __version__
+from kvctl.bench.calibration import calibrate
+from kvctl.bench.client import ClientConfig
+from kvctl.bench.collector import Measurements
+from kvctl.bench.load_process import LoadJob, Watch, run_load
+from kvctl.bench.preflight import Preflight, PreflightClient
+from kvctl.bench.result import build_result, build_summary
+from kvctl.bench.roofline import RooflineConfig, predict
+from kvctl.bench.run_config import PATHS, LoadConfig, ReportConfig, RequestConfig, load_as_json
+from kvctl.bench.server_monitor import ServerMonitor
+from kvctl.bench.server_report import build_server_report
+from kvctl.bench.verdict import Calibration, judge
+from kvctl.bench.workload_choice import WorkloadChoice
+from kvctl.errors import ConfigError
+
+_MAX_CALIBRATION_STREAMS = 512
+_OPEN_LOOP_CALIBRATION_STREAMS = 64  # where no cap says how many streams there may be
+_EXACT_ENOUGH = 0.99
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """One run, as asked for."""
+
+    url: str
+    load: LoadConfig
+    workload: WorkloadChoice
+    request: RequestConfig = field(default_factory=RequestConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
+    keep_alive: bool = True
+    verify_tls: bool = True
+    num_workers: int = 1
+    calibrates: bool = True
+    metrics_url: str | None = None  # None: /metrics of the server
+    scrapes: bool = True
+    roofline: RooflineConfig | None = None
+
+
+class Progress(Protocol):
+    """Who is told what happens."""
+
+    def say(self, text: str) -> None:
+        """Something began or was found out."""
+
+    def watch(self, load: LoadConfig) -> Watch | None:
+        """What is to run beside a load, on its loop; None: nothing."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A server that was found fit to be measured, and this client's calibration."""
+
+    preflight: Preflight
+    workload: WorkloadChoice
+    calibration: Calibration | None
+    notes: tuple[str, ...]
+
+
+def prepare(config: BenchConfig, progress: Progress) -> Prepared:
+    """Ask the server what it is, then calibrate this client.
+
+    Raises:
+        ServerUnreachable: no server, or none that is OpenAI-compatible.
+        ModelNotFound: it has no such model.
+        ConfigError: the workload cannot fit the model.
+    """
+    progress.say(f"asking {config.url}")
+    with PreflightClient(config.url, config.headers, verify_tls=config.verify_tls) as client:
+        preflight = client.run(config.request, prompt_tokens=config.workload.usual_prompt_tokens)
+    workload, notes = _fit(config.workload, preflight.max_model_len)
+    for note in (*preflight.notes, *notes):
+        progress.say(note)
+    calibration = None
+    if config.calibrates:
+        progress.say("calibrating this client against a scripted server")
+        calibration = calibrate(_calibration_streams(config.load), num_workers=config.num_workers)
+    return Prepared(preflight, workload, calibration, (*preflight.notes, *notes))
+
+
+def _calibration_streams(load: LoadConfig) -> int:
+    streams = load.concurrency or load.max_in_flight or _OPEN_LOOP_CALIBRATION_STREAMS
+    return min(streams, _MAX_CALIBRATION_STREAMS)
+
+
+def _fit(workload: WorkloadChoice, max_model_len: int | None) -> tuple[WorkloadChoice, tuple[str, ...]]:
+    """Cut a profile's lengths to what the model can hold."""
+    profile = workload.profile
+    if profile is None or max_model_len is None:
+        return workload, ()
+    classes, notes = [], []
+    for kind in profile.classes:
+        room = max_model_len - kind.prefix_tokens - 1
+        if kind.turns.high > 1:
+            room = max_model_len  # what a history adds is not known beforehand
+        if kind.input_tokens.low + 1 > room or kind.input_tokens.low + kind.output_tokens.low > room + 1:
+            raise ConfigError(
+                f"class {kind.name!r} asks for at least {kind.prefix_tokens + kind.input_tokens.low} + "
+                f"{kind.output_tokens.low} tokens, the model takes {max_model_len}",
+                hint="Give a smaller --input-tokens or --output-tokens.",
+            )
+        output = min(kind.output_tokens.high, max(1, room + 1 - kind.input_tokens.low))
+        if kind.output_tokens.high > output or kind.input_tokens.high > room + 1 - min(kind.output_tokens.low, output):
+            high = max(kind.input_tokens.low, room + 1 - min(output, max(room // 2, kind.output_tokens.low)))
+            output = min(output, max(kind.output_tokens.low, room + 1 - high))
+            notes.append(f"class {kind.name!r}: lengths are cut to the model's {max_model_len} tokens")
+            kind = replace(
+                kind,
+                input_tokens=replace(kind.input_tokens, high=min(high, kind.input_tokens.high)),
+                output_tokens=replace(kind.output_tokens, high=output),
+            )
+        classes.append(kind)
+    return replace(workload, profile=replace(profile, classes=tuple(classes))), tuple(notes)
+
+
+def measure(config: BenchConfig, prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], Measurements]:
+    """Warm up, run the load, and build the result.
+
+    Raises:
+        KvctlError: the load could not be run at all; failed requests are in the result.
+    """
+    job = LoadJob(
+        client=ClientConfig(
+            url=config.url,
+            path=PATHS[prepared.preflight.request.endpoint],
+            headers=config.headers,
+            timeout_s=config.timeout_s,
+            keep_alive=config.keep_alive,
+            verify_tls=config.verify_tls,
+        ),
+        load=config.load,
+        request=prepared.preflight.request,
+        workload=prepared.workload,
+        rate=prepared.preflight.rate,
+        id_prefix=f"kvctl-bench-{config.load.seed}",
+        keep_times=config.report.keep_records,
+    )
+    if config.load.warmup_requests:
+        progress.say(f"warming up with {config.load.warmup_requests} requests")
+        _warm_up(job, config.load)
+    monitor = None
+    if config.scrapes:
+        interval_s = 1.0 if config.load.duration_s is None else config.load.duration_s / 120
+        monitor = ServerMonitor(
+            config.metrics_url or f"{config.url.rstrip('/')}/metrics",
+            config.headers,
+            interval_s=min(max(interval_s, 0.25), 5.0),
+            verify_tls=config.verify_tls,
+        )
+        monitor.start()
+    measured = run_load(job, num_workers=config.num_workers, watch=progress.watch(config.load))
+    readings = [] if monitor is None else monitor.stop()
+    summary, _, latencies = build_summary(measured, config.load, config.report)
+    client = judge(measured, summary, config.load, config.report, prepared.calibration, num_workers=config.num_workers)
+    server = build_server_report(
+        readings, None if monitor is None else monitor.server, measured.start_s, measured.issue_end_s or measured.end_s
+    )
+    if config.roofline is not None:
+        server = (server or {"kind": None}) | {"roofline": predict(config.roofline, summary)}
+    result = build_result(
+        _config_as_json(config, prepared, summary),
+        summary,
+        client,
+        server,
+        measured,
+        latencies,
+        with_records=config.report.keep_records,
+    )
+    return result, measured
+
+
+def _warm_up(job: LoadJob, load: LoadConfig) -> None:
+    streams = min(load.concurrency or load.max_in_flight or 8, load.warmup_requests)
+    warm = LoadConfig(
+        concurrency=streams,
+        num_requests=load.warmup_requests,
+        is_finite=load.is_finite,
+        seed=load.seed + 1_000_003,  # other prompts than those measured
+    )
+    run_load(replace(job, load=warm, id_prefix=f"{job.id_prefix}-warmup"))
+
+
+def _config_as_json(config: BenchConfig, prepared: Prepared, summary: Mapping[str, Any]) -> dict[str, Any]:
+    request = prepared.preflight.request
+    notes = list(prepared.notes)
+    exact = summary["input_tokens"]["exact_share"]
+    if exact is not None and exact < _EXACT_ENOUGH and not prepared.workload.is_finite:
+        mean, asked = summary["input_tokens"]["mean"], summary["input_tokens"]["asked_mean"]
+        notes.append(f"prompts had {mean:g} tokens on average where {asked:g} were asked for ({exact:.0%} exact)")
+    return {
+        "kvctl_version": __version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "url": config.url,
+        "endpoint": PATHS[request.endpoint],
+        "model": request.model,
+        "server_header": prepared.preflight.server or None,
+        "max_model_len": prepared.preflight.max_model_len,
+        "round_trip_ms": round(prepared.preflight.round_trip_s * 1e3, 3),
+        "load": load_as_json(config.load),
+        "workload": prepared.workload.as_json(),
+        "token_rate": asdict(prepared.preflight.rate),
+        "request": request.options(),
+        "slo": None if config.report.slo is None else str(config.report.slo),
+        "keep_alive": config.keep_alive,
+        "workers": config.num_workers,
+        "notes": notes,
+    }
