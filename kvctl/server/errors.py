@@ -5,9 +5,11 @@ route. Floor 3.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from kvctl.errors import InvalidRequest, KvctlError, QueueFull
@@ -87,10 +89,35 @@ def http_error(status: int, detail: str, headers: dict[str, str] | None = None) 
     )
 
 
-def _location(parts: tuple[int | str, ...]) -> str:
-    """Dotted field path without the names of union branches: 'stop.0', 'messages.1.role'."""
-    kept = [str(p) for p in parts if isinstance(p, int) or (p not in _BRANCHES and not any(c in p for c in "[]()"))]
-    return ".".join(kept)
+Location = tuple[int | str, ...]
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a part of pydantic's location names the form of a value it tried, and no field of ours."""
+    return isinstance(part, str) and (part in _BRANCHES or any(char in part for char in "[]()"))
+
+
+def _rank(item: ErrorDetails) -> tuple[bool, tuple[int, ...]]:
+    """How far a form of a value came before it failed: a wrong length is nearly right, later elements are further."""
+    numbers = tuple(part if isinstance(part, int) else 0 for part in item["loc"] if not _is_branch(part))
+    return item["type"] in ("too_long", "too_short"), numbers
+
+
+def _most_telling(items: Sequence[ErrorDetails]) -> dict[Location, list[ErrorDetails]]:
+    """Errors by location; of a value with several forms only those of the form that came furthest."""
+    by_value: dict[Location, list[ErrorDetails]] = {}
+    for item in items:
+        parts = item["loc"]
+        end = next((index for index, part in enumerate(parts) if _is_branch(part)), len(parts))
+        by_value.setdefault(parts[:end] if end < len(parts) else parts, []).append(item)
+    by_location: dict[Location, list[ErrorDetails]] = {}
+    for found in by_value.values():
+        best = max(map(_rank, found))
+        for item in found:
+            if _rank(item) == best:
+                location = tuple(part for part in item["loc"] if not _is_branch(part))
+                by_location.setdefault(location, []).append(item)
+    return by_location
 
 
 def _shorten(value: Any) -> str:
@@ -100,18 +127,15 @@ def _shorten(value: Any) -> str:
 
 def from_validation(error: ValidationError) -> BadBody:
     """Say which field is wrong and how: at most ten, each with the start of its value."""
-    problems: dict[str, list[str]] = {}
-    shown: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_context=False):
-        if item["type"] == "json_invalid":
-            return BadBody(f"the body is not JSON: {item['msg'].removeprefix('Invalid JSON: ')}")
-        where = _location(item["loc"])
-        problems.setdefault(where, []).append(item["msg"])
-        shown.setdefault(where, "" if item["type"] == "missing" else f" (got {_shorten(item['input'])})")
-    lines = [
-        f"{where or 'body'}: {' or '.join(dict.fromkeys(messages))}{shown[where]}"
-        for where, messages in list(problems.items())[:MAX_LISTED_ERRORS]
-    ]
+    items = error.errors(include_url=False, include_context=False)
+    if items[0]["type"] == "json_invalid":
+        return BadBody(f"the body is not JSON: {items[0]['msg'].removeprefix('Invalid JSON: ')}")
+    problems = _most_telling(items)
+    lines = []
+    for location, found in list(problems.items())[:MAX_LISTED_ERRORS]:
+        shown = "" if found[0]["type"] == "missing" else f" (got {_shorten(found[0]['input'])})"
+        where = ".".join(map(str, location)) or "body"
+        lines.append(f"{where}: {' or '.join(dict.fromkeys(item['msg'] for item in found))}{shown}")
     if len(problems) > MAX_LISTED_ERRORS:
         lines.append(f"and {len(problems) - MAX_LISTED_ERRORS} more")
-    return BadBody("; ".join(lines), param=next(iter(problems)) or None)
+    return BadBody("; ".join(lines), param=".".join(map(str, next(iter(problems)))) or None)

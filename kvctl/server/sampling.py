@@ -195,7 +195,7 @@ def build_sampling_params(
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,
     }
-    stop = request.stop or ()
+    stop = () if request.stop is None else request.stop
     fields = defaults.as_params() | {key: value for key, value in given.items() if value is not None}
     return SamplingParams(
         **fields,

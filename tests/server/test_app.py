@@ -1,8 +1,8 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.server.conftest import MODEL, connect
 
 import kvctl
+from tests.server.conftest import MODEL, connect
 
 
 async def test_every_simple_endpoint_answers(client):

@@ -1,4 +1,5 @@
 import pytest
+
 from tests.server.conftest import MODEL, connect
 from tests.server.test_completions import stream
 

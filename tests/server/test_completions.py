@@ -1,9 +1,9 @@
 import json
 
 import pytest
-from tests.server.conftest import MODEL, connect
 
 from kvctl.server.sampling_defaults import SamplingDefaults
+from tests.server.conftest import MODEL, connect
 
 
 async def complete(client, **body):
@@ -73,9 +73,7 @@ async def test_n_choices_of_each_prompt_are_numbered_prompt_by_prompt(client):
 
 async def test_a_stream_says_what_the_whole_answer_says(client):
     whole = await complete(client, prompt=["ab", "héé"], n=2, max_tokens=7)
-    events = await stream(
-        client, prompt=["ab", "héé"], n=2, max_tokens=7, stream_options={"include_usage": True}
-    )
+    events = await stream(client, prompt=["ab", "héé"], n=2, max_tokens=7, stream_options={"include_usage": True})
     texts = [""] * 4
     for event in events[:-1]:
         [choice] = event["choices"]
@@ -153,9 +151,9 @@ async def test_token_ids_come_back_where_asked_for(client):
 
 
 async def test_tokens_can_be_named_by_id(client):
-    [choice] = (
-        await complete(client, prompt="ab", max_tokens=1, logprobs=1, return_tokens_as_token_ids=True)
-    )["choices"]
+    [choice] = (await complete(client, prompt="ab", max_tokens=1, logprobs=1, return_tokens_as_token_ids=True))[
+        "choices"
+    ]
     assert choice["logprobs"]["tokens"] == ["token_id:97"]
 
 
@@ -234,6 +232,8 @@ async def test_unknown_fields_are_ignored(client):
 
 async def test_whole_numbers_may_be_written_as_floats(client):
     answer = await client.post(
-        "/v1/completions", content='{"prompt":"a","max_tokens":2.0,"n":1.0}', headers={"content-type": "application/json"}
+        "/v1/completions",
+        content='{"prompt":"a","max_tokens":2.0,"n":1.0}',
+        headers={"content-type": "application/json"},
     )
     assert answer.json()["usage"]["completion_tokens"] == 2
