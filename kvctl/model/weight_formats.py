@@ -31,7 +31,7 @@ def _grouped(bits: int, group: int, scale_bits: int, zero_bits: int = 0) -> Frac
 #   awq, gptq: packed int4, one float16 scale and one packed zero point per group (AutoAWQ, AutoGPTQ)
 #   fp8: one byte; per 128 x 128 block (DeepSeek, Qwen) or per channel one float32 scale - under 0.1 % either way
 #   nvfp4: one FP8 scale per 16 (NVIDIA ModelOpt); mxfp4: one E8M0 scale per 32 (OCP MX specification 1.0)
-#   bitsandbytes nf4: one float32 absmax per 64
+#   bitsandbytes nf4: one absmax per 64, itself in 8 bits with a float32 per 256 (QLoRA's double quantization)
 _FORMATS: dict[str, Fraction] = {
     "fp8": _grouped(8, 128 * 128, 32),
     "int8": _grouped(8, 4096, 16),
@@ -41,7 +41,7 @@ _FORMATS: dict[str, Fraction] = {
     "int4": _grouped(4, 128, 16),
     "nvfp4": _grouped(4, 16, 8),
     "mxfp4": _grouped(4, 32, 8),
-    "bitsandbytes": _grouped(4, 64, 32),
+    "bitsandbytes": Fraction(4) + Fraction(8, 64) + Fraction(32, 64 * 256),
 }
 _ALIASES = {
     "awq_marlin": "awq",

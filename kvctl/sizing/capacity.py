@@ -242,6 +242,8 @@ def capacity(
     fitting = usable if pool.rules.reserves_null_block else blocks
     needed_blocks = pool.blocks_per_request(limits.max_model_len, limits)
     concurrency = blocks / needed_blocks if needed_blocks else 0.0
+    if pool.rules.counts_part_blocks and pool.groups:
+        concurrency = printed_tokens(pool, blocks, limits) / limits.max_model_len
     if not pool.groups and pool.separate_state_bytes:  # attention-free: a request costs its state alone
         concurrency = float(slots or 0)
     return Capacity(

@@ -27,10 +27,12 @@ class EngineRules:
     latent_block_size: int  # tokens, for models with MLA of DeepSeek's size
     groups_layers: bool  # windowed and recurrent layers have block tables of their own
     chunked_as_full: bool  # Llama 4's chunked layers keep every token
+    counts_part_blocks: bool  # concurrency is tokens over max_model_len, not blocks over whole blocks
     tokens_are_concurrency: bool  # capacity is printed as concurrency * max_model_len
     reserves_null_block: bool  # the fit check leaves the null block out
     fit_counts_all_stages: bool  # under PP, the fit check sets all layers against one stage's memory
     estimates_graphs: bool  # CUDA graphs are part of the budget
+    sorts_logits: bool  # sampling sorts the whole vocabulary, which takes twice the memory
     is_v0: bool  # vLLM before 0.8: swap space, whole-length profiling
 
     @property
@@ -79,10 +81,12 @@ def engine_rules(text: str) -> EngineRules:
             latent_block_size=64 if version >= (0, 8) else 16,  # FlashMLA since 0.8
             groups_layers=version >= (0, 9, 2),  # the hybrid KV cache manager; gemma-3 logs of 0.11 and 0.13
             chunked_as_full=version < (0, 18),  # off by default for chunked layers; Llama 4 log of 0.8/0.9
+            counts_part_blocks=version < (0, 9, 2),  # log jetson-qwen2-7b-gguf
             tokens_are_concurrency=version >= (0, 21),  # issue 54662; four logs of 0.24 exact
             reserves_null_block=version >= (0, 21),
             fit_counts_all_stages=version < (0, 17),  # issue 34076, log of 0.15.2
             estimates_graphs=version >= (0, 21),
+            sorts_logits=version < (0, 16),
             is_v0=version < (0, 8),
         )
     defaults = {"kvctl": 16, "sglang": 1, "llama.cpp": 1, "trtllm": 32 if given >= (0, 18) else 64, "ideal": 1}
@@ -94,10 +98,12 @@ def engine_rules(text: str) -> EngineRules:
         latent_block_size=defaults[name],
         groups_layers=is_kvctl or name == "llama.cpp",
         chunked_as_full=not is_kvctl,
+        counts_part_blocks=not is_kvctl,
         tokens_are_concurrency=is_kvctl,
         reserves_null_block=is_kvctl,
         fit_counts_all_stages=False,
         estimates_graphs=is_kvctl,
+        sorts_logits=False,
         is_v0=False,
     )
 

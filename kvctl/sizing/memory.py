@@ -13,6 +13,8 @@ from kvctl.units import GIB, MIB
 
 BIG_GPU_BYTES = 70 * GIB  # vLLM's own mark: from here on (A100 left out) its defaults are larger
 
+HUGE_GPU_BYTES = 160 * GIB  # the same for its newest versions
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -37,13 +39,15 @@ class EngineDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What a calibration has learnt about this machine, in bytes; None: not learnt."""
+    """What a calibration has learnt about this machine; None: not learnt.
+
+    `overhead_factor`: real overheads (all that is neither weights nor KV) over the predicted ones; `weight_factor`
+    the same for weights, of the model that the calibration ran.
+    """
 
     total_bytes: int | None = None
-    activation_bytes: int | None = None
-    graph_bytes: int | None = None
-    other_bytes: int | None = None
-    unexplained_bytes: int | None = None  # what the prediction for the calibrating run missed
+    overhead_factor: float | None = None
+    weight_factor: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +64,24 @@ class MemoryBudget:
 
 
 def engine_defaults(
-    rules: EngineRules, hardware: HardwareProfile | None, max_model_len: int, *, world_size: int = 1
+    rules: EngineRules, hardware: HardwareProfile | None, max_model_len: int, *, has_latent: bool = False
 ) -> EngineDefaults:
     """Utilisation, tokens per step and requests at once.
 
-    Source: vLLM's EngineArgs: 0.9 (0.92 from 0.21), 2048 or 8192 tokens by GPU, 256 or 1024 requests; before 0.8 a
-    step took a whole prompt (max_model_len) unless that was over 32,768. SGLang 0.88 of the total; TensorRT-LLM 0.9
-    of what is free; llama.cpp has no such share.
+    Source: vLLM's EngineArgs: 0.9 (0.92 from 0.21); 2048, 8192 or (newest) 16384 tokens by GPU; 256 or 1024 requests.
+    Before 0.8 a step took a whole prompt (max_model_len) unless that was over 32,768, or always with MLA. SGLang:
+    0.88 of the total; TensorRT-LLM: 0.9 of what is free; llama.cpp has no such share.
     """
     if rules.name == "vllm":
         big = hardware is not None and hardware.total_bytes >= BIG_GPU_BYTES and "a100" not in hardware.id
         if rules.is_v0:
-            return EngineDefaults(0.9, 2048 if max_model_len > 32768 else max(2048, max_model_len), 256)
+            chunked = max_model_len > 32768 and not has_latent
+            return EngineDefaults(0.9, 2048 if chunked else max(2048, max_model_len), 256)
         modern = not rules.version or rules.version >= (0, 10)
         utilization = 0.92 if not rules.version or rules.version >= (0, 21) else 0.9
-        return EngineDefaults(utilization, 8192 if big else 2048, 1024 if big and modern else 256)
+        huge = hardware is not None and hardware.total_bytes >= HUGE_GPU_BYTES and utilization == 0.92
+        tokens = 16384 if huge else 8192 if big else 2048
+        return EngineDefaults(utilization, tokens, 1024 if big and modern else 256)
     if rules.name == "kvctl":
         return EngineDefaults(0.92, 2048, 256)
     if rules.name == "sglang":
@@ -84,33 +91,50 @@ def engine_defaults(
     return EngineDefaults(1.0, 2048, 1 if rules.name == "llama.cpp" else 256)
 
 
-_LOGIT_BYTES = (18, 33, 40)  # per sampled row and vocabulary entry: logits, float32 copy, sort, probabilities
+_PLAIN_SLACK = 0.015  # padding and buffers over the counted weights
+_QUANTIZED_SLACK = 0.04  # and layers that a checkpoint left unquantized, repacked formats
+CALIBRATED_SLACK = 0.01  # of the GPU's memory: what runs of one machine differ by
+# Bytes per sampled row and vocabulary entry. Sorting for top-k/top-p took 29 to 48 (logs of 0.8 to 0.13); samplers
+# without a sort take 15 to 34 (logs of 0.18 to 0.24). The ends carry a margin of 15 % over what few logs have shown.
+_LOGIT_BYTES_SORTED = (25, 38, 55)
+_LOGIT_BYTES = (13, 19, 39)
+_MOE_CHUNK_TOKENS = 32768  # tokens that one fused MoE call takes at most. Source: VLLM_FUSED_MOE_CHUNK_SIZE
 _HIDDEN_COPIES = 4  # residual, normed, attention in and out
 _SPREAD = (0.7, 1.0, 1.6)  # of the layer part, over the logs that print it
 
 
 def activation_bytes(
-    shape: ModelShape, *, num_tokens: int, num_rows: int, tensor_parallel: int, element_bytes: int
+    shape: ModelShape,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    tensor_parallel: int,
+    element_bytes: int,
+    moe_tokens: int | None = None,
+    logit_bytes: tuple[int, int, int] = _LOGIT_BYTES,
 ) -> Range:
-    """Peak activations of a profiling step: one layer's widest moment, and sampling of `num_rows` rows.
+    """Peak activations of a profiling step: the larger of one layer's widest moment and the sampling of `num_rows`.
 
-    Fitted to the `activation_gib` lines of seven logs (phi-4, phi-4-mini, Qwen3-4B, Qwen2.5-7B, Llama 3.2 3B,
-    Qwen2 0.5B, an 8B VLM): 18 to 40 bytes per logit, the layer part within 0.7 to 1.6.
+    `moe_tokens`: tokens that an expert layer sees, more than `num_tokens` when data-parallel ranks share experts.
+    Fitted to the `activation_gib` lines of the logs (phi-4, phi-4-mini, Qwen3-4B, Qwen2.5-7B, Llama 3.2 3B twice,
+    Qwen2 0.5B): the layer part is 3 MLP widths and 4 hidden widths per token, within 0.7
+    to 1.6 (Qwen3-4B of 10,000 tokens and one row: 0.74 GiB printed, 0.73 computed).
     """
     view = shape.view
-    inner = view.get("intermediate_size") or view.get("moe_intermediate_size") or 4 * shape.hidden_size
-    if view.get("num_experts"):
-        chosen = view.get("num_experts_per_tok") or 1
-        expert = view.get("moe_intermediate_size") or inner
-        inner = max(int(inner) if view.get("first_k_dense_replace") else 0, int(expert) * int(chosen))
-        hidden = shape.hidden_size * (_HIDDEN_COPIES + int(chosen))  # one routed copy per chosen expert
-    else:
-        hidden = shape.hidden_size * _HIDDEN_COPIES
+    hidden = shape.hidden_size
+    inner = int(view.get("intermediate_size") or view.get("moe_intermediate_size") or 4 * hidden)
     query = shape.num_attention_heads * next((x.key_dim for x in shape.layers if x.num_kv_heads > 1), 0)
-    widest = max(3 * int(inner) // tensor_parallel, 3 * query // tensor_parallel) + hidden
-    layer = num_tokens * widest * element_bytes
+    widest = 3 * max(inner, query) // tensor_parallel
+    elements = num_tokens * (widest + _HIDDEN_COPIES * hidden)
+    if view.get("num_experts"):
+        chosen = int(view.get("num_experts_per_tok") or 1)
+        expert = int(view.get("moe_intermediate_size") or inner)
+        routed = (moe_tokens or num_tokens) * chosen * (3 * expert // tensor_parallel + hidden)
+        elements = max(elements, routed + num_tokens * _HIDDEN_COPIES * hidden)
+    layer = elements * element_bytes
     logits = min(num_rows, num_tokens) * shape.vocab_size
-    low, value, high = (int(layer * f + logits * b) for f, b in zip(_SPREAD, _LOGIT_BYTES, strict=True))
+    kept = num_tokens * shape.hidden_size * element_bytes  # the hidden states that sampling selects its rows from
+    low, value, high = (max(int(layer * f), kept + logits * b) for f, b in zip(_SPREAD, logit_bytes, strict=True))
     vision = _vision_bytes(shape)
     return Range(low, value + vision, high + 3 * vision)
 
@@ -130,11 +154,11 @@ def graph_bytes(shape: ModelShape, *, tensor_parallel: int, max_num_seqs: int) -
     return Range(value // 3, value, int(value * 2.8))
 
 
-def other_bytes(rules: EngineRules, *, tensor_parallel: int, unified: bool) -> Range:
+def other_bytes(*, ranks: int, unified: bool) -> Range:
     """The context beyond PyTorch's reach: 0.01 to 0.14 GiB on one GPU; NCCL adds 0.35 to 2.5 GiB on several."""
     if unified:
         return Range(200 * MIB, 1000 * MIB, 4 * GIB)
-    if tensor_parallel == 1:
+    if ranks == 1:
         return Range(10 * MIB, 90 * MIB, 400 * MIB)
     return Range(300 * MIB, 800 * MIB, int(2.5 * GIB))
 
@@ -150,6 +174,8 @@ def memory_budget(
     num_rows: int,
     tensor_parallel: int,
     element_bytes: int,
+    expert_ranks: int = 1,
+    quantized: bool = False,
     eager: bool = False,
     unified: bool = False,
     learnt: Overheads | None = None,
@@ -168,28 +194,22 @@ def memory_budget(
         num_rows=num_rows,
         tensor_parallel=tensor_parallel,
         element_bytes=element_bytes,
+        moe_tokens=max(num_tokens, min(num_tokens * expert_ranks, _MOE_CHUNK_TOKENS)),
+        logit_bytes=_LOGIT_BYTES_SORTED if rules.sorts_logits else _LOGIT_BYTES,
     )
-    if known.activation_bytes is not None:
-        activation = _learnt(known.activation_bytes)
     graphs = Range(0, 0, 0)
     if not eager:
         graphs = graph_bytes(shape, tensor_parallel=tensor_parallel, max_num_seqs=num_rows)
-        if known.graph_bytes is not None:
-            graphs = _learnt(known.graph_bytes)
-    other = other_bytes(rules, tensor_parallel=tensor_parallel, unified=unified)
-    if known.other_bytes is not None:
-        other = _learnt(known.other_bytes)
+    other = other_bytes(ranks=tensor_parallel * expert_ranks, unified=unified)
     inside = activation + other + (graphs if rules.estimates_graphs else Range(0, 0, 0))
-    shift = known.unexplained_bytes or 0
-    left = requested - weights_bytes - shift
-    weight_slack = int(weights_bytes * 0.015)  # padding, buffers and repacked formats over the counted parameters
-    if known.unexplained_bytes is not None:
-        slack = int(0.01 * total)
-        kv = Range(left - inside.value - slack, left - inside.value, left - inside.value + slack)
+    if known.weight_factor is not None:
+        weights_bytes = int(weights_bytes * known.weight_factor)
+    left = requested - weights_bytes
+    if known.overhead_factor is not None:
+        value = left - int(inside.value * known.overhead_factor)
+        slack = int(CALIBRATED_SLACK * total)
+        kv = Range(value - slack, value, value + slack)
     else:
-        kv = Range(left - inside.high - weight_slack, left - inside.value, left - inside.low + weight_slack // 3)
+        slack = int(weights_bytes * (_QUANTIZED_SLACK if quantized else _PLAIN_SLACK))
+        kv = Range(left - inside.high - slack, left - inside.value, left - inside.low + slack // 2)
     return MemoryBudget(total, requested, weights_bytes, activation, graphs, other, kv)
-
-
-def _learnt(n_bytes: int) -> Range:
-    return Range(int(n_bytes * 0.95), n_bytes, int(n_bytes * 1.05))

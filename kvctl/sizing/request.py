@@ -116,8 +116,8 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     dtype = _resolve_dtype(request, rules)
     own = shape.max_model_len
     max_model_len = request.max_model_len or own or 4096
-    gpus = request.parallel.gpus
-    defaults = engine_defaults(rules, request.hardware, max_model_len, world_size=gpus)
+    has_latent = any(x.kind is LayerKind.MLA for x in shape.layers)
+    defaults = engine_defaults(rules, request.hardware, max_model_len, has_latent=has_latent)
     tokens = request.max_num_batched_tokens or defaults.max_num_batched_tokens
     limits = Limits(max_model_len, tokens, request.max_num_seqs or defaults.max_num_seqs, request.prefix_caching)
     kv_dtype = _resolve_kv_dtype(request, shape)
@@ -282,6 +282,8 @@ def _budget(
         num_rows=limits.max_num_seqs,
         tensor_parallel=request.parallel.tensor,
         element_bytes=element_bytes(dtype),
+        expert_ranks=request.parallel.data if request.parallel.expert else 1,
+        quantized=weights.format_name != dtype,
         eager=request.enforce_eager,
         unified=hardware is not None and hardware.host_link == "unified",
         learnt=request.learnt,
