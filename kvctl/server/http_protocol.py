@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_TIMEOUT_S: Final = 30.0  # from the connection, or the first byte after a response, to the end of the head
 MAX_HEAD_BYTES: Final = 64 * 1024
+LINGER_S: Final = 1.0  # closing with unread data would reset the connection before the client reads the refusal
 WRITE_STALL_TIMEOUT_S: Final = 60.0  # the write buffer stays full that long: the client does not read
 
 _TOO_LARGE: Final = (
@@ -29,6 +30,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):  # type: ignore[misc]  # uvicorn i
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._is_refused = False  # the head was too large: the rest of it is read away
         self._is_in_request = False  # a head is complete and its response is not
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -46,14 +48,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):  # type: ignore[misc]  # uvicorn i
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; between requests, count what comes until a head is complete."""
+        if self._is_refused:
+            return
         if not self._is_in_request:
             self._arm_head_timer()
             self._head_bytes += len(data)
         super().data_received(data)
         is_head_unfinished = not self._is_in_request and not self._is_discarding()
         if is_head_unfinished and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._is_refused = True
             self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self._cancel_head_timer()
+            self._head_timer = self.loop.call_later(LINGER_S, self._head_too_late)
 
     def on_headers_complete(self) -> None:
         """The head is here: the rest is the application's to wait for."""
