@@ -75,7 +75,7 @@ def main() -> None:
         logprobs = model(torch.tensor([text_ids])).logits[0].log_softmax(dim=-1)
     chosen = logprobs[:-1].gather(1, torch.tensor(text_ids[1:]).unsqueeze(1)).squeeze(1)
     reference = {
-        "made_by": f"scripts/make_demo_reference.py, transformers {transformers.__version__}, torch {torch.__version__}",
+        "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "greedy": greedy,
         "text_token_ids": text_ids,
         "text_logprobs": [round(value, 5) for value in chosen.tolist()],  # of text_token_ids[1:]

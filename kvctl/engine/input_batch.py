@@ -120,8 +120,13 @@ class InputBatch:
 
     def _forget(self, request_id: str) -> None:
         state = self._states.pop(request_id, None)  # finished before it ever ran: unknown here
-        if state is not None:
-            self._free_rows.append(state.row)
+        if state is None:
+            return
+        row = state.row
+        for table, num_blocks in zip(self._tables, self._num_blocks, strict=True):
+            table[row, : num_blocks[row]] = 0  # the next owner's unused entries are the null block
+            num_blocks[row] = 0
+        self._free_rows.append(row)
 
     def _admit(self, new: NewRequestData) -> None:
         row = self._free_rows.pop()
@@ -130,8 +135,6 @@ class InputBatch:
         self._tokens[row, :num_tokens] = new.token_ids
         self._num_tokens[row] = num_tokens
         self._num_computed[row] = new.num_computed_tokens
-        for num_blocks in self._num_blocks:
-            num_blocks[row] = 0
         self._append_blocks(row, new.block_tables)
 
     def _append_blocks(self, row: int, tables: BlockTables) -> None:

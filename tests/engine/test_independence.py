@@ -95,7 +95,7 @@ class TestTokensDoNotDependOn:
 
     def test_preemption(self, tiny, kind, tiny_folder, alone):
         few = 14 if tiny is not tiny_models.GEMMA3 else 60
-        engine, results = self.run(
+        _, results = self.run(
             tiny, kind, tiny_folder, alone, num_blocks=few, max_model_len=128, max_num_batched_tokens=64
         )
         assert sum(result.num_preemptions for result in results) > 0

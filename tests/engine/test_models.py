@@ -87,7 +87,8 @@ def test_dynamic_rope_equals_transformers_past_the_trained_length(tiny_folder):
 def test_half_precision_stays_near_float32(tiny, dtype, tiny_folder):
     model, folder = tiny_folder(tiny)
     if dtype == "float16" and tiny is tiny_models.GEMMA3:
-        pytest.raises(engine_runs.ConfigError, engine_runs.start, folder, dtype=dtype)
+        with pytest.raises(engine_runs.ConfigError, match="float16"):
+            engine_runs.start(folder, dtype=dtype)
         return
     text = prompts()[-1]
     (scored,) = engine_runs.start(folder, dtype=dtype).run([text], engine_runs.greedy(1, prompt_logprobs=0))

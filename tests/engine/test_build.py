@@ -1,0 +1,103 @@
+"""What building an engine reports, refuses and decides."""
+
+import pytest
+
+from kvctl.core.config import SchedulerConfig
+from kvctl.engine import memory_budget
+from kvctl.engine.config import DeviceConfig
+from kvctl.engine.memory_budget import CPU_LIMIT_BYTES, cpu_budget
+from kvctl.errors import OutOfMemory
+from tests.support import engine_runs, tiny_models
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def folder(tiny_folder):
+    return tiny_folder(tiny_models.LLAMA)[1]
+
+
+def test_the_log_tells_the_budget_and_the_capacity_in_vllms_words(folder):
+    engine = engine_runs.start(folder, num_blocks=None, kv_cache_memory_bytes=1 << 20, max_model_len=200)
+    # a block: 16 tokens x 3 layers x (key + value) x 2 heads x 8 x 4 bytes = 6,144 bytes
+    blocks = (1 << 20) // 6144
+    assert engine.info.num_blocks == blocks
+    assert engine.info.kv_cache_bytes == blocks * 6144
+    text = "\n".join(engine.lines)
+    assert "weights 256.3 KiB" in text
+    assert "KV cache 1.00 MiB (--kv-cache-memory-bytes)" in text
+    concurrency = blocks / 13
+    assert engine.lines[-1] == (
+        f"KV cache size: {int(concurrency * 200):,} tokens, Maximum concurrency for 200 tokens per request: "
+        f"{concurrency:.2f}x"
+    )
+    assert engine.info.kv_tokens == int(concurrency * 200)
+    assert engine.info.max_concurrency == concurrency
+
+
+def test_the_default_cache_is_no_larger_than_any_load_could_use(folder):
+    engine = engine_runs.start(folder, num_blocks=None, max_model_len=100, max_num_seqs=5)
+    assert engine.info.num_blocks == 5 * 7 + 1
+
+
+def test_an_override_sets_the_blocks_and_is_told(folder):
+    engine = engine_runs.start(folder, num_blocks=50, max_model_len=100)
+    assert engine.info.num_blocks == 50
+    assert any("num_gpu_blocks_override=50" in line for line in engine.lines)
+
+
+def test_one_request_that_cannot_fit_is_told_with_needed_available_and_advice(folder):
+    with pytest.raises(OutOfMemory) as caught:
+        engine_runs.start(folder, num_blocks=None, kv_cache_memory_bytes=50_000, max_model_len=256)
+    assert "256 tokens needs 102.0 KiB" in caught.value.message
+    assert "available are 48.8 KiB" in caught.value.message
+    assert "112 tokens would fit" in caught.value.message
+    assert "--max-model-len" in caught.value.hint
+
+
+def test_a_cache_larger_than_the_free_memory_is_refused_not_left_to_the_kernel(folder):
+    with pytest.raises(OutOfMemory, match="are free"):
+        engine_runs.start(folder, num_blocks=None, kv_cache_memory_bytes=1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(1 * GIB, int(0.4 * GIB)), (100 * GIB, CPU_LIMIT_BYTES), (None, 1 * GIB)],
+)
+def test_the_cpu_default_is_a_share_of_what_is_free(monkeypatch, free, expected):
+    monkeypatch.setattr(memory_budget, "available_host_bytes", lambda: free)
+    budget = cpu_budget(DeviceConfig(), weight_bytes=5 * GIB)
+    assert budget.kv_cache_bytes == expected
+    assert budget.ceiling_bytes == free
+
+
+def test_the_largest_step_of_the_profile_runs_on_the_null_block_alone(folder):
+    """The CUDA budget's trial step, on the CPU: more tokens than one sequence, and every kind of layer."""
+    from kvctl.engine import build
+    from kvctl.engine.config import EngineConfig, ModelConfig
+    from kvctl.sizing.kv_plan import KVLayout
+
+    config = EngineConfig(
+        ModelConfig(str(folder), dtype="float32"),
+        SchedulerConfig(max_model_len=100, max_num_batched_tokens=250, max_num_seqs=16),
+        device=DeviceConfig(device="cpu", cpu_kernels="torch"),
+    )
+    loaded = build._load_model(config, lambda line: None)
+    layout = KVLayout(build.group_layers(loaded.config.windows), 16, 1, 250)
+    build._run_largest_step(config, loaded, layout)
+
+
+def test_the_builder_needs_neither_server_nor_wire_packages(folder):
+    """The device machine has torch but none of these."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "for name in ('fastapi', 'uvicorn', 'zmq', 'msgspec', 'gguf', 'transformers', 'safetensors'):\n"
+        "    sys.modules[name] = None\n"
+        "from tests.support import engine_runs\n"
+        "print(engine_runs.start(sys.argv[1]).run([[5, 6]], engine_runs.greedy(3))[0].token_ids)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("[")
