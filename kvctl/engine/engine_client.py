@@ -97,9 +97,14 @@ class EngineClient(asyncio.Protocol):
             self._transport.write(encode_frame(message))
 
     async def stop(self) -> None:
-        """End the process: asked first, killed after five seconds. Returns when it is gone."""
+        """End the process: asked first, killed after five seconds. Returns when it is gone.
+
+        One that is still starting is killed at once: it does not listen while it loads a model.
+        """
         self._stopping = True
         self.is_alive = False
+        if not self._ready.done() or self._ready.cancelled():
+            self._process.kill()
         self.send(StopEngine())
         try:
             await asyncio.wait_for(self._wait_exit(), _STOP_WAIT_S)

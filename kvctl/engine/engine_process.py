@@ -134,8 +134,13 @@ class _Channel:
         connection.setblocking(False)
         self._socket = connection
         self._reader = FrameReader()
+        self._put_back: list[ToEngine] = []
         self._unsent = bytearray()
         self._poll = select.poll()
+
+    def put_back(self, messages: list[ToEngine]) -> None:
+        """Have the next `receive` return these first."""
+        self._put_back = messages
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
         """Return the messages that have arrived; with `wait`, at least one.
@@ -159,8 +164,9 @@ class _Channel:
                     break
             if self._unsent:
                 self._flush()
-            if frames or not wait:
-                return [decode_to_engine(frame) for frame in frames]
+            if frames or self._put_back or not wait:
+                earlier, self._put_back = self._put_back, []
+                return earlier + [decode_to_engine(frame) for frame in frames]
             self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0))
 
     def send(self, message: FromEngine) -> None:
@@ -258,7 +264,8 @@ def _log(text: str) -> None:
 def _build(channel: _Channel) -> tuple[Core, EngineInfo]:
     messages = channel.receive(wait=True)
     start = messages[0]
-    if not isinstance(start, StartEngine) or len(messages) != 1:
+    channel.put_back(messages[1:])  # requests may follow at once
+    if not isinstance(start, StartEngine):
         raise EngineDead(f"the engine was not told what to start, but got {type(start).__name__}")
     return _load_builder(start.builder)(start.config, time.monotonic, lambda line: channel.send(ReportLine(line)))
 
