@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvctl.metrics.server_names import Server
 from kvctl.top.case import Case, Point
 from kvctl.top.limits_flow import FLOW_RULES, REST_RULES
-from kvctl.top.limits_queue import QUEUE_RULES
+from kvctl.top.limits_queue import QUEUE_RULES, stuck
 from kvctl.top.snapshot import Snapshot
 from kvctl.top.verdict import Advice, Evidence, Finding, Limit, Verdict
 from kvctl.units import format_seconds
@@ -26,6 +26,9 @@ def diagnose(now: Snapshot | None, history: Sequence[Point] = ()) -> Verdict:
     if missing:
         return Verdict(_not_said(now, missing), now.window_s)
     case = Case(now, history)
+    dead = stuck(case)
+    if dead is not None:
+        return Verdict(dead, now.window_s)  # what a server that does not move says of its limits is old
     found = [finding for rule in (*QUEUE_RULES, *FLOW_RULES) if (finding := rule(case)) is not None]
     found.sort(key=lambda finding: -finding.confidence)  # stable: the rules' order decides a tie
     if found and found[0].confidence >= MIN_CONFIDENCE:

@@ -238,4 +238,4 @@ def _usage(case: Case) -> list[Evidence]:
     return evidence
 
 
-QUEUE_RULES: tuple[Rule, ...] = (stuck, deferred, kv_blocks, max_num_seqs, token_budget)
+QUEUE_RULES: tuple[Rule, ...] = (deferred, kv_blocks, max_num_seqs, token_budget)
