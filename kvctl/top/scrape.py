@@ -119,6 +119,8 @@ class Scraper:
             timer.daemon = True
             timer.start()
             status, body = self._get(connection, path, deadline)
+            if time.monotonic() >= deadline:
+                raise TimeoutError  # `_cut` ended the transfer: what came is not the page
         except (http.client.HTTPException, OSError, ValueError) as error:
             self.close()
             late = time.monotonic() >= deadline
@@ -184,6 +186,9 @@ class Scraper:
             left -= len(chunk)
             if time.monotonic() > deadline:
                 raise TimeoutError
+        if left > 0 and response.length:
+            raise ConnectionError("the page broke off")
+        response.close()  # read1 leaves it open at the end, and the connection could not be used again
         if left <= 0:
             self.close()  # the rest of an endless page is not wanted
         return b"".join(chunks)

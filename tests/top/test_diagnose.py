@@ -1,4 +1,4 @@
-"""One series per limit, generated or by hand, and the verdict it must give; vLLM's page and kvctl's where they differ."""
+"""One series per limit, generated or by hand, and the verdict it must give, on kvctl's page and on vLLM's."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_the_memory_that_is_advised_is_what_running_and_waiting_requests_need():
     sizes = histogram("vllm:request_prompt_tokens", (1000.0,), (10, 0), 3000.0)
     sizes += histogram("vllm:request_generation_tokens", (1000.0,), (10, 0), 1000.0)
     info = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",kv_cache_memory_bytes="104857600"} 1\n'
-    pages = [gauges(3, 7, 0.98) + sizes + info + f"vllm:num_preemptions_total {n}\n" for n in range(4)]
+    pages = [gauges(4, 6, 0.98) + sizes + info + f"vllm:num_preemptions_total {n}\n" for n in range(4)]
     finding = verdict_of(*pages).finding
     assert finding.limit is Limit.KV_BLOCKS
     # 10 requests of 300 + 100 tokens need 4,000; 1,600 tokens take 100 MiB, so 250 MiB
