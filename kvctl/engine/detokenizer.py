@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         text = self._held_text()
         self._context = (self._context + self._held)[-_CONTEXT_TOKENS:]
         self._held = []
-        self._stream = DecodeStream(self._context, skip_special_tokens=self._skip_special_tokens)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
         return self._without_prompt_rest(text)
 
     def _held_text(self) -> str:

@@ -6,6 +6,7 @@ never after `stop()` was called. Floor 2, imports no torch.
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 from typing import Final, Protocol, cast
 
@@ -145,6 +146,8 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Find out how the process ended, then tell the listener."""
         self.is_alive = False
+        if exc is not None and self._failure is None:  # an error on this side of the line, which asyncio has logged
+            self._failure = EngineDead(f"the line to the engine failed: {type(exc).__name__}: {exc}")
         self._lost_task = asyncio.get_running_loop().create_task(self._report_end())
 
     async def _report_end(self) -> None:
@@ -152,9 +155,10 @@ class EngineClient(asyncio.Protocol):
             await asyncio.wait_for(self._wait_exit(), _EXIT_CODE_WAIT_S)
         if self._process.poll() is None:  # the line is cut but it still runs: a bug on this side of the line
             self._process.kill()
+        return_code = self._process.poll()
+        hint = "The system ran out of memory, or somebody killed it." if return_code == -signal.SIGKILL else None
         error = self._failure or EngineDead(
-            describe_exit(self._process.poll()),
-            hint="Its last words are in the log above. Killed by SIGKILL: often the system ran out of memory.",
+            describe_exit(return_code), hint=hint or "Its last words are in the log (stderr)."
         )
         if not self._ready.done():
             self._ready.set_exception(error)

@@ -114,7 +114,7 @@ class EngineMetrics:
         self._generation_tokens.inc(num_generated_tokens)
         if stats.num_scheduled_tokens:  # a step that only tells the state computed nothing
             self._prefill_tokens.inc(stats.num_prefill_tokens)
-            self._decode_tokens.inc(stats.num_scheduled_tokens - stats.num_prefill_tokens)
+            self._decode_tokens.inc(max(0, stats.num_scheduled_tokens - stats.num_prefill_tokens))
             self._iteration_tokens.observe(stats.num_scheduled_tokens)
             self._step_duration.observe(stats.step_duration_s)
             self._schedule_duration.observe(stats.schedule_duration_s)
