@@ -135,11 +135,14 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
             hint="Use a smaller model or --dtype bfloat16, or free memory.",
         ) from error
     load_s = time.monotonic() - started_s
+    kind = "random weights for " if config.model.load_format == "dummy" else ""
     report(
-        f"Loaded {model_config.architecture} from {folder} ({format_bytes(weight_bytes)}, "
-        f"{str(dtype).removeprefix('torch.')}, {config.model.load_format} weights) in {format_seconds(load_s)}"
+        f"Loaded {kind}{model_config.architecture} from {folder} ({format_bytes(weight_bytes)}, "
+        f"{str(dtype).removeprefix('torch.')}) in {format_seconds(load_s)}"
     )
     notes = tuple(dict.fromkeys(reason for reason in (ops.reason, linears.reason) if reason))
+    for note in notes:
+        report(note)
     return _LoadedModel(
         model_config, decoder, dtype, device, weight_bytes, load_s, ops.name, linears.name, num_threads, notes
     )

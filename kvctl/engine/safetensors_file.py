@@ -16,16 +16,17 @@ from torch import Tensor
 
 from kvctl.errors import ModelBroken
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READABLE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "Download that file again."
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `start` and `end` are offsets in the file, in bytes."""
+    """Where one tensor lies: `start` and `end` are offsets in the file, in bytes. `dtype` None: one we cannot read."""
 
-    dtype: torch.dtype
+    dtype_name: str
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
     start: int
     end: int
@@ -39,20 +40,15 @@ def _entry(path: Path, name: str, raw: object, data_start: int, file_bytes: int)
         assert isinstance(begin, int) and isinstance(end, int)
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise ModelBroken(f"{path}: the header's entry of {name!r} is damaged", hint=_AGAIN) from error
-    if dtype_name not in _DTYPES:
-        raise ModelBroken(
-            f"{path}: tensor {name!r} has the dtype {dtype_name}, which cannot be served",
-            hint=f"Use a version of the model saved as one of {', '.join(_DTYPES)}.",
-        )
-    dtype = _DTYPES[dtype_name]
-    if begin < 0 or end - begin != count * dtype.itemsize:
+    dtype = READABLE_DTYPES.get(str(dtype_name))
+    if begin < 0 or end < begin or (dtype is not None and end - begin != count * dtype.itemsize):
         raise ModelBroken(f"{path}: tensor {name!r} has {end - begin} bytes for shape {list(shape)}", hint=_AGAIN)
     if data_start + end > file_bytes:
         raise ModelBroken(
             f"{path}: the file is cut short: {file_bytes} bytes, but tensor {name!r} ends at {data_start + end}",
             hint=_AGAIN,
         )
-    return TensorEntry(dtype, shape, data_start + begin, data_start + end)
+    return TensorEntry(str(dtype_name), dtype, shape, data_start + begin, data_start + end)
 
 
 class SafetensorsFile:
@@ -94,6 +90,7 @@ class SafetensorsFile:
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """A view of rows first..last - 1 of a tensor, straight on the map; copy it before `release`."""
         entry = self.entries[name]
+        assert entry.dtype is not None  # the caller has checked
         row_bytes = (entry.end - entry.start) // max(1, entry.shape[0])
         raw = torch.frombuffer(
             self._map, dtype=torch.uint8, offset=entry.start + first * row_bytes, count=(last - first) * row_bytes

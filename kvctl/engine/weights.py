@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvctl.engine.models.decoder_config import DecoderConfig
 from kvctl.engine.models.weight_layout import PackedTensor, TensorPart, all_tensors
-from kvctl.engine.safetensors_file import SafetensorsFile
+from kvctl.engine.safetensors_file import READABLE_DTYPES, SafetensorsFile
 from kvctl.errors import ModelBroken, ModelNotSupported
 
 _INDEX = "model.safetensors.index.json"
@@ -64,7 +64,8 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
                     f"{folder / file_name}: tensor {name!r} is not in it, though {_INDEX} says so", hint=_AGAIN
                 )
         return {name: files[file_name] for name, file_name in weight_map.items()}
-    paths = sorted(folder.glob("*.safetensors"))
+    # Beside it may lie the same weights under other names (consolidated.safetensors), or an adapter's.
+    paths = sorted(folder.glob("model.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not paths:
         others = sorted(path.name for path in folder.glob("*.bin"))
         raise ModelBroken(
@@ -117,7 +118,13 @@ class CheckpointWeights:
         if file is None:
             raise ModelBroken(f"{folder}: tensor {part.name!r} is in none of the weight files", hint=_AGAIN)
         stored = self._stored_names[part.name]
-        found = file.entries[stored].shape
+        entry = file.entries[stored]
+        if entry.dtype is None:
+            raise ModelBroken(
+                f"{file.path}: tensor {stored!r} has the dtype {entry.dtype_name}, which cannot be served",
+                hint=f"Use a version of the model saved as one of {', '.join(READABLE_DTYPES)}.",
+            )
+        found = entry.shape
         if found != part.shape:
             raise ModelBroken(
                 f"{file.path}: tensor {stored!r} has shape {list(found)}, config.json means {list(part.shape)}",

@@ -163,6 +163,12 @@ def test_packed_tensors_are_the_checkpoints_one_under_the_other(folder):
     assert seen == set(stored)
 
 
+def test_tensors_that_nobody_asks_for_may_be_of_any_kind(folder):
+    rewrite(folder, lambda tensors: tensors.update({"vision.mask": torch.zeros(3, dtype=torch.bool)}))
+    safetensors.torch.save_file({"layers.0.wq": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert len(engine_runs.start(folder).run([[5]], engine_runs.greedy(3))[0].token_ids) == 3
+
+
 def test_a_large_tensor_is_copied_in_pieces_without_a_gap(folder, monkeypatch):
     monkeypatch.setattr("kvctl.engine.weights._COPY_BYTES", 1000)  # five rows at a time
     test_packed_tensors_are_the_checkpoints_one_under_the_other(folder)
