@@ -4,7 +4,7 @@ Exit codes: 0 valid; 1 nothing completed; 5 too many errors; 6 the client was th
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def write_outputs(
 ) -> KvctlError | None:
     """Write all files that were asked for; returns the first problem, after trying them all."""
     problem: KvctlError | None = None
-    texts = []
+    texts: list[tuple[Path, Callable[[], str]]] = []
     if outputs.json_file is not None:
         is_vllm = outputs.json_format == "vllm"
         value = as_vllm_json(result) if is_vllm and "summary" in result else result

@@ -18,7 +18,7 @@ from kvctl.bench.preflight import Preflight, PreflightClient
 from kvctl.bench.result import build_result, build_summary
 from kvctl.bench.roofline import RooflineConfig, predict
 from kvctl.bench.run_config import PATHS, LoadConfig, ReportConfig, RequestConfig, load_as_json
-from kvctl.bench.server_monitor import ServerMonitor
+from kvctl.bench.server_monitor import MonitorConfig, ServerMonitor
 from kvctl.bench.server_report import build_server_report
 from kvctl.bench.verdict import Calibration, judge
 from kvctl.bench.workload_choice import WorkloadChoice
@@ -154,21 +154,24 @@ def measure(config: BenchConfig, prepared: Prepared, progress: Progress) -> tupl
     if config.scrapes:
         interval_s = 1.0 if config.load.duration_s is None else config.load.duration_s / 120
         monitor = ServerMonitor(
-            config.metrics_url or f"{config.url.rstrip('/')}/metrics",
-            config.headers,
-            interval_s=min(max(interval_s, 0.25), 5.0),
-            verify_tls=config.verify_tls,
+            MonitorConfig(
+                url=config.metrics_url or f"{config.url.rstrip('/')}/metrics",
+                headers=config.headers,
+                interval_s=min(max(interval_s, 0.25), 5.0),
+                verify_tls=config.verify_tls,
+            )
         )
-        monitor.start()
-    measured = run_load(job, num_workers=config.num_workers, watch=progress.watch(config.load))
-    readings = [] if monitor is None else monitor.stop()
+    try:
+        measured = run_load(job, num_workers=config.num_workers, watch=progress.watch(config.load))
+    finally:
+        readings, server_kind = ([], None) if monitor is None else monitor.stop()
     summary, _, latencies = build_summary(measured, config.load, config.report)
     client = judge(measured, summary, config.load, config.report, prepared.calibration, num_workers=config.num_workers)
-    server = build_server_report(
-        readings, None if monitor is None else monitor.server, measured.start_s, measured.issue_end_s or measured.end_s
-    )
+    server = build_server_report(readings, server_kind, measured.start_s, measured.issue_end_s or measured.end_s)
     if config.roofline is not None:
-        server = (server or {"kind": None}) | {"roofline": predict(config.roofline, summary)}
+        server = (server or {"kind": None}) | {
+            "roofline": predict(config.roofline, prepared.preflight.request.model, summary)
+        }
     result = build_result(
         _config_as_json(config, prepared, summary),
         summary,

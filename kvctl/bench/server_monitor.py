@@ -1,13 +1,16 @@
-"""Reads the server's own metrics before, during and after a run, on the clock of the run.
+"""Reads the server's own metrics before, during and after a run, on the clock of the run, in a process of its own.
 
-A thread fetches pages and keeps them compressed; they are parsed when the run is over, so that reading 100 KB of
-text costs the load nothing. Knows readings by `metrics.server_names`; a server without metrics gives None. Floor 3.
+A thread of the load's process would hold the interpreter for milliseconds at a time and make requests late; another
+process does not. Readings come back when the run is over. Knows readings by `metrics.server_names`; a server without
+metrics gives none. Floor 3.
 """
 
-import threading
-import zlib
+import contextlib
+import multiprocessing
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from time import perf_counter
 
 import httpx
@@ -17,7 +20,8 @@ from kvctl.metrics.histogram import Histogram
 from kvctl.metrics.server_names import SERVER_NAMES, Counter, Gauge, Series, Server, Timing, detect_server
 
 _MIN_INTERVAL_S = 0.25
-_MAX_PAGES = 1200
+_MAX_READINGS = 4000
+_START_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -30,61 +34,80 @@ class Reading:
     step_tokens: Histogram | None
 
 
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Which page is read, and how often."""
+
+    url: str
+    headers: Mapping[str, str]
+    interval_s: float
+    verify_tls: bool = True
+
+
 class ServerMonitor:
-    """Fetches `/metrics` at an interval until stopped."""
+    """Starts reading at once; `stop` reads once more and gives everything back."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, interval_s: float, verify_tls: bool = True) -> None:
-        self._url = url
-        self._interval_s = max(interval_s, _MIN_INTERVAL_S)
-        self._client = httpx.Client(headers=dict(headers), verify=verify_tls, timeout=5.0, trust_env=False)
-        self._pages: list[tuple[float, bytes]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="server-monitor", daemon=True)
-        self.is_available = self._fetch()
+    def __init__(self, config: MonitorConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_watch, args=(config, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.is_available = False
+        with contextlib.suppress(EOFError):
+            if self._pipe.poll(_START_TIMEOUT_S):
+                self.is_available = bool(self._pipe.recv())
 
-    def start(self) -> None:
-        """Begin to poll, if there is anything."""
-        if self.is_available:
-            self._thread.start()
+    def stop(self) -> tuple[list[Reading], Server | None]:
+        """End; returns what all pages said, in order, and the kind of server (None: no metrics)."""
+        result: tuple[list[Reading], Server | None] = ([], None)
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            if self.is_available:
+                self._pipe.send(None)
+                if self._pipe.poll(_START_TIMEOUT_S):
+                    result = self._pipe.recv()
+        self._pipe.close()
+        self._process.join(timeout=2)
+        if self._process.is_alive():
+            self._process.terminate()
+        return result
 
-    def stop(self) -> list[Reading]:
-        """Fetch once more, end, and return what all pages said, in order."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
-        if self.is_available:
-            self._fetch()
-        self._client.close()
-        readings = []
-        server: Server | None = None
-        for time_s, compressed in self._pages:
-            page = parse_page(zlib.decompress(compressed))
+
+def _watch(config: MonitorConfig, pipe: "Connection[object, object]") -> None:
+    """The process: read until something comes through the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair; it tells us when to stop
+    readings: list[Reading] = []
+    server: Server | None = None
+    interval_s = max(config.interval_s, _MIN_INTERVAL_S)
+    with (
+        httpx.Client(headers=dict(config.headers), verify=config.verify_tls, timeout=5.0, trust_env=False) as client,
+        contextlib.suppress(EOFError, BrokenPipeError),
+    ):
+
+        def read() -> bool:
+            nonlocal server
+            begin_s = perf_counter()
+            try:
+                response = client.get(config.url)
+            except httpx.HTTPError:
+                return False
+            time_s = (begin_s + perf_counter()) / 2
+            if response.status_code != 200 or response.content.lstrip()[:1] in (b"<", b"{"):
+                return False
+            page = parse_page(response.content)
             if server is None or server is Server.UNKNOWN:
                 server = detect_server(page)
             readings.append(_read(page, server, time_s))
-        self.server = server
-        return readings
+            return True
 
-    server: Server | None = None
-
-    def _poll(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            self._fetch()
-            if len(self._pages) >= _MAX_PAGES:  # a long run: every second page is enough from now on
-                self._pages = self._pages[::2]
-                self._interval_s *= 2
-
-    def _fetch(self) -> bool:
-        try:
-            begin_s = perf_counter()
-            response = self._client.get(self._url)
-            time_s = (begin_s + perf_counter()) / 2
-        except httpx.HTTPError:
-            return False
-        if response.status_code != 200 or response.content.lstrip()[:1] in (b"<", b"{"):
-            return False
-        self._pages.append((time_s, zlib.compress(response.content, 1)))
-        return True
+        pipe.send(read())
+        while readings and not pipe.poll(interval_s):
+            read()
+            if len(readings) >= _MAX_READINGS:  # a long run: every second one is enough from now on
+                del readings[1::2]
+                interval_s *= 2
+        read()
+        pipe.send((readings, server))
 
 
 def _read(page: Page, server: Server, time_s: float) -> Reading:

@@ -62,9 +62,11 @@ def judge(
     coalesced_share = num_coalesced / num_gaps if num_gaps else 0.0
     sent = [row for row in rows if row.sent_s]
     late = [row.sent_s - row.due_s for row in sent if row.sent_s - row.due_s > report.late_s + row.connect_s]
+    harm_s = max(report.late_s, _MAX_ERROR_SHARE * (summary["ttft_ms"]["p50"] or 0.0) / 1e3)
+    num_harmful = sum(late_s > harm_s for late_s in late)
     duration_s = max(measured.end_s - measured.start_s, 1e-9)
     cpu_share = measured.cpu_s / duration_s / num_workers
-    reasons = _reasons(measured, summary, load, lags, coalesced_share, len(late), len(sent), cpu_share, calibration)
+    reasons = _reasons(measured, summary, load, lags, coalesced_share, num_harmful, len(sent), cpu_share, calibration)
     return {
         "timing": "kernel" if measured.uses_kernel_clock else "read",
         "lag_ms": {"p50": to_ms(lags.percentile_s(50)), "p99": to_ms(lags.percentile_s(99)), "n": lags.n},
@@ -105,7 +107,7 @@ def _reasons(
     if coalesced_share > _MAX_COALESCED_SHARE and gap_ms and lag_p99 * 1e3 > gap_ms:
         reasons.append(f"{coalesced_share:.0%} of the events were read together because this client was late")
     if load.is_open and load.max_in_flight is None and num_late > _MAX_LATE_SHARE * num_sent:
-        reasons.append(f"{num_late} of {num_sent} requests were sent late")
+        reasons.append(f"{num_late} of {num_sent} requests were sent too late to count as due")
     steady = summary.get("steady")
     if load.concurrency is not None and steady and steady["requests_sent"] and not measured.errors:
         share = steady["mean_in_flight"] / load.concurrency

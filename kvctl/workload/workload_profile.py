@@ -128,7 +128,7 @@ def load_profile(name_or_path: str) -> WorkloadProfile:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         place = getattr(error, "problem_mark", None)
         where = f":{place.line + 1}" if place is not None else ""
-        raise ConfigError(f"{path}{where} is not YAML", hint="See the shape in profiles/README.md.") from None
+        raise ConfigError(f"{path}{where} is not YAML", hint="Its shape is that of profiles/workloads/chat.yaml.") from None
     return parse_profile(document, str(path))
 
 
@@ -139,7 +139,7 @@ def parse_profile(document: object, where: str) -> WorkloadProfile:
         ConfigError: naming the place in `where` that is wrong.
     """
     if not isinstance(document, Mapping) or not isinstance(document.get("classes"), list) or not document["classes"]:
-        raise ConfigError(f"{where} has no list of classes", hint="See the shape in profiles/README.md.")
+        raise ConfigError(f"{where} has no list of classes", hint="Its shape is that of profiles/workloads/chat.yaml.")
     classes = tuple(_parse_class(entry, f"{where}: class {i + 1}") for i, entry in enumerate(document["classes"]))
     return WorkloadProfile(
         str(document.get("name") or Path(where).stem),
