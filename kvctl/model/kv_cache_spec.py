@@ -125,15 +125,23 @@ def _divisors(number: int) -> list[int]:
     return [d for d in (1, 2, 4, 8, 16, 32, 64) if number % d == 0]
 
 
-def marginal_bytes_per_token(specs: Sequence[KVCacheSpec]) -> int:
+def marginal_bytes_per_token(specs: Sequence[KVCacheSpec], longest_tokens: int | None = None) -> int:
     """The ideal cost of one more token of a long context: layers that keep every token.
 
-    Windows and states do not grow; a compressed layer pays one entry per `compress_ratio` tokens (rounded up).
+    A window of `longest_tokens` or more never binds and counts as full; states do not grow; a compressed layer pays
+    one entry per `compress_ratio` tokens (rounded up). Where every layer has a binding window, the cost inside it.
     """
-    whole = sum(s.bytes_per_token for s in specs if s.kind in (LayerKind.FULL, LayerKind.MLA))
+    limit = longest_tokens or 0
+    whole = [
+        s
+        for s in specs
+        if s.kind in (LayerKind.FULL, LayerKind.MLA) or ((s.window_tokens or 0) >= limit > 0 and not s.compress_ratio)
+    ]
     compressed = [s for s in specs if s.kind is LayerKind.COMPRESSED]
-    tenths = sum(s.bytes_per_token * 128 // s.compress_ratio for s in compressed)
-    return whole + -(-tenths // 128)
+    if not whole and not compressed:
+        return sum(s.bytes_per_token for s in specs if s.window_tokens is not None)
+    parts = sum(s.bytes_per_token * 128 // s.compress_ratio for s in compressed)  # in 128ths
+    return sum(s.bytes_per_token for s in whole) + -(-parts // 128)
 
 
 def all_layers_bytes_per_token(specs: Sequence[KVCacheSpec]) -> int:

@@ -89,8 +89,8 @@ def _group_blocks(group: PoolGroup, num_tokens: int, limits: Limits, rules: Engi
     return -(-min(group.window_tokens - 1 + limits.max_num_batched_tokens, num_tokens) // size) + 1
 
 
-def _priced(spec: KVCacheSpec, rules: EngineRules) -> KVCacheSpec:
-    """Windows that the engine does not use for allocation are dropped."""
+def priced(spec: KVCacheSpec, rules: EngineRules) -> KVCacheSpec:
+    """The spec as the engine allocates it: windows that it does not use are dropped."""
     keeps_window = rules.groups_layers and not (spec.kind is LayerKind.CHUNKED and rules.chunked_as_full)
     if spec.kind in (LayerKind.SLIDING, LayerKind.CHUNKED) and not keeps_window:
         return KVCacheSpec(spec.layer_index, LayerKind.FULL, spec.bytes_per_token, indexer_bytes=spec.indexer_bytes)
@@ -111,14 +111,14 @@ def build_pool(
     Raises:
         ModelNotSupported: the engine's rule for this model is not known.
     """
-    priced = [_priced(spec, rules) for spec in specs]
-    if any(s.kind is LayerKind.COMPRESSED for s in priced):
+    kept = [priced(spec, rules) for spec in specs]
+    if any(s.kind is LayerKind.COMPRESSED for s in kept):
         raise ModelNotSupported(
             "cannot tell: how engines pack DeepSeek V4's compressed layers is not pinned by any log",
             hint="Its ideal bytes per token are shown; leave out the memory options, or use --engine ideal.",
         )
-    attention = [s for s in priced if s.kind is not LayerKind.STATE]
-    states = [s for s in priced if s.kind is LayerKind.STATE]
+    attention = [s for s in kept if s.kind is not LayerKind.STATE]
+    states = [s for s in kept if s.kind is LayerKind.STATE]
     apart = bool(states) and (not rules.groups_layers or rules.name == "llama.cpp")
     if any(s.state_bytes is None for s in states) and not (apart and attention):
         raise ModelNotSupported(

@@ -84,7 +84,7 @@ def engine_rules(text: str) -> EngineRules:
             counts_part_blocks=version < (0, 9, 2),  # log jetson-qwen2-7b-gguf
             tokens_are_concurrency=version >= (0, 21),  # issue 54662; four logs of 0.24 exact
             reserves_null_block=version >= (0, 21),
-            fit_counts_all_stages=version < (0, 17),  # issue 34076, log of 0.15.2
+            fit_counts_all_stages=(0, 8) <= version < (0, 17),  # issue 34076, log of 0.15.2
             estimates_graphs=version >= (0, 21),
             sorts_logits=version < (0, 16),
             is_v0=version < (0, 8),

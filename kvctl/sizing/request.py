@@ -22,7 +22,7 @@ from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
 from kvctl.model.weight_formats import WeightFormat, checkpoint_format, named_format, unquantized
 from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
-from kvctl.sizing.capacity import Capacity, Limits, Pool, build_pool, capacity
+from kvctl.sizing.capacity import Capacity, Limits, Pool, build_pool, capacity, priced
 from kvctl.sizing.engine_rules import EngineRules, engine_rules, latent_bytes
 from kvctl.sizing.memory import EngineDefaults, MemoryBudget, Overheads, engine_defaults, memory_budget
 
@@ -124,6 +124,7 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     all_specs = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, request.parallel.tensor))
     whole = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, 1))
     specs = _stage(all_specs, shape.num_layers, request.parallel.pipeline)
+    counted = all_specs if rules.fit_counts_all_stages else specs  # what this version sets against one GPU
     pool, pool_error = _pool(specs, rules, request.block_size)
     weights = _weights(request, dtype)
     budget = _budget(request, rules, shape, defaults, limits, weights, dtype)
@@ -146,8 +147,8 @@ def size_up(request: SizeRequest) -> SizeAnswer:
         kv_dtype=kv_dtype,
         specs=specs,
         all_specs=all_specs,
-        bytes_per_token=marginal_bytes_per_token(whole),
-        bytes_per_token_per_gpu=marginal_bytes_per_token(specs),
+        bytes_per_token=marginal_bytes_per_token([priced(x, rules) for x in whole], max_model_len),
+        bytes_per_token_per_gpu=marginal_bytes_per_token([priced(x, rules) for x in counted], max_model_len),
         stored_bytes_per_token_per_gpu=all_layers_bytes_per_token(specs),
         state_bytes=state_bytes_per_request(specs),
         pool=pool,
