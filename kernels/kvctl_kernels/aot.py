@@ -277,7 +277,9 @@ def compile_case(case: Case) -> Row:
         compiled = _compile(case)
         code = (_read_hip if case.arch == "gfx942" else _read_cuda)(compiled, row)
     except Exception as error:  # whatever the compiler raises is what this report is for
-        row.problems.append(f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200] if str(error) else ''}")
+        row.problems.append(
+            f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200] if str(error) else ''}"
+        )
         return row
     row.instructions["tensor"] = len(re.findall(_TENSOR[case.arch], code))
     if case.uses_tensor_cores and not row.instructions["tensor"]:

@@ -5,7 +5,8 @@
 // and splits lie at fixed positions of the sequence and splits are merged in order, so every row goes through the same
 // operations whatever shares its task, its batch or the machine: results are equal bit for bit.
 //
-//   short requests (few queries): tasks = requests x KV heads x splits; the last one to finish merges the splits
+//   short requests (few queries): tasks = requests x splits (x KV heads where that would leave threads idle); the last
+//                                 one to finish merges the splits. All heads in one task walk through memory in order.
 //   long chunks (prefill):        tasks = requests x KV heads x query blocks; each merges its splits as it goes
 #pragma once
 
@@ -46,7 +47,8 @@ struct Arguments {
 
 struct Task {
     int32_t request;
-    int32_t kv_head;
+    int32_t kv_head;  // the first of num_kv_heads
+    int32_t num_kv_heads;
     int32_t first_query;  // within the request
     int32_t num_queries;
     int32_t first_split;
@@ -117,20 +119,27 @@ struct Runner {
           group(arguments.num_heads / arguments.num_kv_heads),
           words(arguments.head_dim / E::per_word) {}
 
+    // `rows` are the query rows of one KV head: queries x group.
     struct Buffers {
-        uint32_t* query;   // [rows, words]
+        uint32_t* query;   // [heads, rows, words]
         uint32_t* keys;    // [words, TILE]
         uint32_t* values;  // [TILE / per_word, D]
         float* scores;     // [rows, TILE]
         T* weights;        // [rows, TILE]
-        float* sums;       // [rows, VL]: one partial sum per lane
-        State part, total;
+        float* sums;       // [heads * rows, VL]: one partial sum per lane
+        State part, total; // of heads * rows
     };
 
-    Buffers buffers(Scratch& scratch, int rows) const {
-        size_t floats[] = {(size_t)rows * words,  (size_t)words * TILE,          (size_t)TILE / E::per_word * head_dim,
-                           (size_t)rows * TILE,   (size_t)rows * TILE,           (size_t)rows * VL,
-                           (size_t)state_floats(rows, head_dim), (size_t)state_floats(rows, head_dim)};
+    Buffers buffers(Scratch& scratch, int heads, int rows) const {
+        const size_t all = (size_t)heads * rows;
+        size_t floats[] = {all * words,
+                           (size_t)words * TILE,
+                           (size_t)TILE / E::per_word * head_dim,
+                           (size_t)rows * TILE,
+                           (size_t)rows * TILE,
+                           all * VL,
+                           (size_t)state_floats((int)all, head_dim),
+                           (size_t)state_floats((int)all, head_dim)};
         size_t total = 0;
         for (size_t& n : floats) {
             n = (n + 15) / 16 * 16;
@@ -144,8 +153,8 @@ struct Runner {
         b.scores = p += floats[2];
         b.weights = reinterpret_cast<T*>(p += floats[3]);
         b.sums = p += floats[4];
-        b.part = state_at(p += floats[5], rows);
-        b.total = state_at(p += floats[6], rows);
+        b.part = state_at(p += floats[5], (int)all);
+        b.total = state_at(p += floats[6], (int)all);
         return b;
     }
 
@@ -155,7 +164,7 @@ struct Runner {
         return static_cast<const T*>(cache) + (page * in.block_size + position % in.block_size) * head_dim;
     }
 
-    // Pointers to the rows of positions [first, first + TILE); null outside [low, high): never read.
+    // Pointers to the rows of positions [first, first + TILE) of one KV head; null outside [low, high): never read.
     void rows_of(const void* cache, const int32_t* table, int kv_head, int first, int low, int high,
                  const uint32_t** rows) const {
         int position = first;
@@ -174,15 +183,26 @@ struct Runner {
         }
     }
 
-    void fetch(const uint32_t* const* rows) const {
-        for (int i = 0; i < TILE; i++)
-            if (rows[i])
-                for (int line = 0; line < words; line += 16) __builtin_prefetch(rows[i] + line);
+    // A tile of one KV head on its way: where its keys and values lie.
+    struct Place {
+        const uint32_t* keys[TILE];
+        const uint32_t* values[TILE];
+    };
+
+    KV_INLINE void fetch(const uint32_t* row, int words) {
+        if (row)
+            for (int line = 0; line < words; line += 16) __builtin_prefetch(row + line);
     }
 
     // The values of a tile as [TILE / per_word, D] words: copied, for bfloat16 with two neighbouring keys interleaved.
-    void pack_values(const uint32_t* const* rows, uint32_t* out) const {
+    // Pages lie anywhere, so the hardware cannot guess the next one: the lines of the next tile are asked for here, a
+    // few at a time, as only some can be under way at once.
+    void pack_values(const uint32_t* const* rows, uint32_t* out, const Place& next) const {
         for (int i = 0; i < TILE; i += E::per_word) {
+            for (int j = i; j < i + E::per_word; j++) {
+                fetch(next.keys[j], words);
+                fetch(next.values[j], words);
+            }
             uint32_t* to = out + (int64_t)(i / E::per_word) * head_dim;
             if constexpr (E::per_word == 1) {
                 if (rows[i])
@@ -201,55 +221,57 @@ struct Runner {
         }
     }
 
-    // Attend rows (queries x group) to the keys of split `split`; the result goes to `b.part`.
-    void attend_split(const Task& task, int split, const uint32_t* query, ptrdiff_t query_stride, Buffers& b) const {
-        const int rows = task.num_queries * group;
+    // Attend the task's rows to the keys of split `split`; the result goes to `b.part`.
+    void attend_split(const Task& task, int split, Buffers& b) const {
+        const int rows = task.num_queries * group, heads = task.num_kv_heads;
         const int seq_len = in.seq_lens[task.request];
         const int query_len = in.query_start_loc[task.request + 1] - in.query_start_loc[task.request];
         const int first_own = seq_len - query_len + task.first_query;  // position of the first query
         const int last_own = first_own + task.num_queries - 1;
-        const int low = in.window ? (first_own - in.window + 1 > 0 ? first_own - in.window + 1 : 0) : 0;
+        const int low = in.window && first_own - in.window + 1 > 0 ? first_own - in.window + 1 : 0;
         const int high = last_own + 1;
         const int32_t* table = in.block_tables + (int64_t)task.request * in.table_stride;
-        for (int r = 0; r < rows; r++) b.part.maximum[r] = -INFINITY;
-        memset(b.sums, 0, sizeof(float) * rows * VL);
-        memset(b.part.values, 0, sizeof(float) * rows * head_dim);
-        // Pages lie anywhere, so the hardware cannot guess the next one: a tile's values are asked for before its scores
-        // are computed, the next tile's keys before its values are used.
-        const uint32_t* keys[2][TILE];
-        const uint32_t* values[TILE];
+        for (int r = 0; r < heads * rows; r++) b.part.maximum[r] = -INFINITY;
+        memset(b.sums, 0, sizeof(float) * heads * rows * VL);
+        memset(b.part.values, 0, sizeof(float) * heads * rows * head_dim);
         const int end = (split + 1) * SPLIT < high ? (split + 1) * SPLIT : high;
         int first = split * SPLIT > low / TILE * TILE ? split * SPLIT : low / TILE * TILE;
-        if (first < end) {
-            rows_of(in.k_cache, table, task.kv_head, first, low, high, keys[0]);
-            fetch(keys[0]);
-        }
-        for (int turn = 0; first < end; first += TILE, turn ^= 1) {
-            const uint32_t** pointers = keys[turn];
-            rows_of(in.v_cache, table, task.kv_head, first, low, high, values);
-            fetch(values);
-            transpose_rows(pointers, TILE, words, b.keys, TILE);
-            product<E, false>(query, query_stride, rows, b.keys, TILE, words, b.scores, TILE, TILE);
+        Place places[2];
+        auto locate = [&](Place& place, int position, int head) {
+            rows_of(in.k_cache, table, task.kv_head + head, position, low, high, place.keys);
+            rows_of(in.v_cache, table, task.kv_head + head, position, low, high, place.values);
+        };
+        if (first < end) locate(places[0], first, 0);
+        for (int turn = 0; first < end; first += TILE) {
             // Which rows see the whole tile is the same question for all of them but near the ends.
             const bool whole = first + TILE - 1 <= first_own && (!in.window || first > last_own - in.window);
-            for (int r = 0; r < rows; r++) {
-                const int own = first_own + r / group;
-                softmax_row(b, r, whole ? 0 : (in.window ? own - in.window + 1 - first : -1),
-                            whole ? TILE : own + 1 - first);
+            for (int head = 0; head < heads; head++, turn ^= 1) {
+                const Place& here = places[turn];
+                Place& next = places[turn ^ 1];
+                if (head + 1 < heads)
+                    locate(next, first, head + 1);
+                else
+                    locate(next, first + TILE < end ? first + TILE : high, 0);  // beyond the last: nothing
+                transpose_rows(here.keys, TILE, words, b.keys, TILE);
+                product<E, false>(b.query + (int64_t)head * rows * words, words, rows, b.keys, TILE, words, b.scores,
+                                  TILE, TILE);
+                for (int r = 0; r < rows; r++) {
+                    const int own = first_own + r / group;
+                    softmax_row(b, r, head * rows + r, whole ? 0 : (in.window ? own - in.window + 1 - first : -1),
+                                whole ? TILE : own + 1 - first);
+                }
+                pack_values(here.values, b.values, next);
+                product<E, true>(reinterpret_cast<const uint32_t*>(b.weights), TILE / E::per_word, rows, b.values,
+                                 head_dim, TILE / E::per_word, b.part.values + (int64_t)head * rows * head_dim, head_dim,
+                                 head_dim);
             }
-            if (first + TILE < end) {
-                rows_of(in.k_cache, table, task.kv_head, first + TILE, low, high, keys[turn ^ 1]);
-                fetch(keys[turn ^ 1]);
-            }
-            pack_values(values, b.values);
-            product<E, true>(reinterpret_cast<const uint32_t*>(b.weights), TILE / E::per_word, rows, b.values, head_dim,
-                             TILE / E::per_word, b.part.values, head_dim, head_dim);
         }
-        for (int r = 0; r < rows; r++) b.part.sum[r] = sum_lanes(load_as<vf>(b.sums + r * VL));
+        for (int r = 0; r < heads * rows; r++) b.part.sum[r] = sum_lanes(load_as<vf>(b.sums + r * VL));
     }
 
-    // Turn row r of the scores into weights; keys [begin, end) of the tile are seen. Rescale what was summed so far.
-    void softmax_row(Buffers& b, int r, int begin, int end) const {
+    // Turn row r of the scores into weights; keys [begin, end) of the tile are seen. Rescale what was summed so far, in
+    // row `state`.
+    void softmax_row(Buffers& b, int r, int state, int begin, int end) const {
         constexpr int N = TILE / VL;
         float* scores = b.scores + r * TILE;
         vf s[N];
@@ -266,33 +288,34 @@ struct Runner {
         }
         vf top = s[0];
         for (int i = 1; i < N; i++) top = max_of(top, s[i]);
-        const float before = b.part.maximum[r], here = max_lanes(top);
+        const float before = b.part.maximum[state], here = max_lanes(top);
         T* weights = b.weights + r * TILE;
         if (here == -INFINITY) {  // nothing of this tile is seen
             memset(weights, 0, sizeof(T) * TILE);
             return;
         }
         const float now = here > before ? here : before;
-        vf sum = load_as<vf>(b.sums + r * VL);
+        vf sum = load_as<vf>(b.sums + state * VL);
         if (now > before) {
             const float keep = exp_one(before - now);
-            b.part.maximum[r] = now;
+            b.part.maximum[state] = now;
             sum = sum * keep;
-            float* values = b.part.values + (int64_t)r * head_dim;
+            float* values = b.part.values + (int64_t)state * head_dim;
             for (int d = 0; d < head_dim; d += VL) store_as(values + d, load_as<vf>(values + d) * keep);
         }
         for (int i = 0; i < N; i++) {
             E::store(weights + i * VL, exp_of(s[i] - now));
             sum = sum + E::load(weights + i * VL);  // the rounded weights, so that they sum to one
         }
-        store_as(b.sums + r * VL, sum);
+        store_as(b.sums + state * VL, sum);
     }
 
     void write(const Task& task, const State& total) const {
         const int64_t token = in.query_start_loc[task.request] + task.first_query;
-        for (int r = 0; r < task.num_queries * group; r++) {
-            const int64_t head = (int64_t)task.kv_head * group + r % group;
-            T* to = static_cast<T*>(in.output) + ((token + r / group) * in.num_heads + head) * head_dim;
+        const int rows = task.num_queries * group;
+        for (int r = 0; r < task.num_kv_heads * rows; r++) {
+            const int64_t head = (int64_t)(task.kv_head + r / rows) * group + r % group;
+            T* to = static_cast<T*>(in.output) + ((token + r % rows / group) * in.num_heads + head) * head_dim;
             const float* from = total.values + (int64_t)r * head_dim;
             const float inverse = 1.0f / total.sum[r];
             for (int d = 0; d < head_dim; d += VL) E::store(to + d, load_as<vf>(from + d) * inverse);
@@ -300,27 +323,30 @@ struct Runner {
     }
 
     void run(const Task& task, Scratch& scratch, float* workspace, std::atomic<int32_t>* counters) const {
-        const int rows = task.num_queries * group;
-        Buffers b = buffers(scratch, rows);
-        const int64_t token = in.query_start_loc[task.request] + task.first_query;
-        const T* base = static_cast<const T*>(in.query) + token * in.query_stride + (int64_t)task.kv_head * group * head_dim;
-        for (int q = 0; q < task.num_queries; q++)
-            memcpy(b.query + (int64_t)q * group * words, base + q * in.query_stride, sizeof(T) * group * head_dim);
-        const size_t bytes = sizeof(float) * state_floats(rows, head_dim);
+        const int rows = task.num_queries * group, all = task.num_kv_heads * rows;
+        Buffers b = buffers(scratch, task.num_kv_heads, rows);
+        const T* base = static_cast<const T*>(in.query) +
+                        (in.query_start_loc[task.request] + task.first_query) * in.query_stride +
+                        (int64_t)task.kv_head * group * head_dim;
+        for (int h = 0; h < task.num_kv_heads; h++)
+            for (int q = 0; q < task.num_queries; q++)
+                memcpy(b.query + (int64_t)(h * rows + q * group) * words,
+                       base + q * in.query_stride + (int64_t)h * group * head_dim, sizeof(T) * group * head_dim);
+        const size_t bytes = sizeof(float) * state_floats(all, head_dim);
         for (int i = 0; i < task.num_splits; i++) {
-            attend_split(task, task.first_split + i, b.query, words, b);
+            attend_split(task, task.first_split + i, b);
             if (i == 0)
                 memcpy(b.total.maximum, b.part.maximum, bytes);
             else
-                for (int r = 0; r < rows; r++) merge_row(b.total, b.part, r, head_dim);
+                for (int r = 0; r < all; r++) merge_row(b.total, b.part, r, head_dim);
         }
         if (task.partial >= 0) {
             memcpy(workspace + task.partial, b.total.maximum, bytes);
             if (counters[task.group].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
             memcpy(b.total.maximum, workspace + task.first_partial, bytes);
             for (int i = 1; i < task.all_splits; i++) {
-                State part = state_at(workspace + task.first_partial + i * state_floats(rows, head_dim), rows);
-                for (int r = 0; r < rows; r++) merge_row(b.total, part, r, head_dim);
+                State part = state_at(workspace + task.first_partial + i * state_floats(all, head_dim), all);
+                for (int r = 0; r < all; r++) merge_row(b.total, part, r, head_dim);
             }
         }
         write(task, b.total);
@@ -333,25 +359,28 @@ struct Plan {
     int64_t workspace_floats = 0;
 };
 
-inline Plan plan(const Arguments& in) {
+inline Plan plan(const Arguments& in, int num_threads) {
     Plan result;
     const int group = in.num_heads / in.num_kv_heads;
     const int block = MAX_ROWS / group > 1 ? MAX_ROWS / group : 1;
+    const bool by_head = in.num_requests < 4 * num_threads;
     // Long tasks first, and of those the last queries (most keys) first: the end of the step is evenly shared.
     for (int pass = 0; pass < 2; pass++)
         for (int r = 0; r < in.num_requests; r++) {
             const int query_len = in.query_start_loc[r + 1] - in.query_start_loc[r];
             const int seq_len = in.seq_lens[r];
-            if (query_len < 1 || (pass == 0) == (query_len <= FEW_QUERIES)) continue;
-            const int step = query_len <= FEW_QUERIES ? query_len : block;
+            const bool few = query_len <= FEW_QUERIES;
+            if (query_len < 1 || (pass == 0) == few) continue;
+            const int step = few ? query_len : block;
+            const int heads = few && !by_head ? in.num_kv_heads : 1;
             for (int first = (query_len - 1) / step * step; first >= 0; first -= step) {
                 const int count = query_len - first < step ? query_len - first : step;
                 const int own = seq_len - query_len + first;
                 const int low = in.window && own - in.window + 1 > 0 ? own - in.window + 1 : 0;
                 const int begin = low / SPLIT, end = (own + count - 1) / SPLIT + 1;
-                for (int h = 0; h < in.num_kv_heads; h++) {
-                    Task task{r, h, first, count, begin, end - begin, -1, -1, -1, end - begin};
-                    if (query_len > FEW_QUERIES || end - begin == 1) {
+                for (int h = 0; h < in.num_kv_heads; h += heads) {
+                    Task task{r, h, heads, first, count, begin, end - begin, -1, -1, -1, end - begin};
+                    if (!few || end - begin == 1) {
                         result.tasks.push_back(task);
                         continue;
                     }
@@ -361,7 +390,7 @@ inline Plan plan(const Arguments& in) {
                     for (int s = begin; s < end; s++) {
                         task.first_split = s;
                         task.partial = result.workspace_floats;
-                        result.workspace_floats += state_floats(count * group, in.head_dim);
+                        result.workspace_floats += state_floats(heads * count * group, in.head_dim);
                         result.tasks.push_back(task);
                     }
                     result.splits_left.push_back(end - begin);
@@ -374,7 +403,7 @@ inline Plan plan(const Arguments& in) {
 template <class E>
 void run(const Arguments& in, int num_threads) {
     static thread_local Scratch scratch, shared;  // `shared` is the caller's, the workers get its address
-    const Plan work = plan(in);
+    const Plan work = plan(in, num_threads);
     const int num_tasks = (int)work.tasks.size();
     if (!num_tasks) return;
     const size_t counter_bytes = (sizeof(std::atomic<int32_t>) * work.splits_left.size() + 63) / 64 * 64;

@@ -162,6 +162,7 @@ def _prefill_tiles(
     table_row,
     low,
     high,
+    first_seen,
     seq_len,
     row_positions,
     kv_head,
@@ -179,13 +180,16 @@ def _prefill_tiles(
     HAS_CAP: tl.constexpr,
     KV_KIND: tl.constexpr,
 ):
-    """Attend to tiles low..high - 1. Not MASKED: every row sees every token of them."""
+    """Attend to tiles low..high - 1. Not MASKED: every row sees every token of them.
+
+    Tokens before `first_seen` are outside every row's window and may stand in the null block: not loaded.
+    """
     dtype: tl.constexpr = q.dtype
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     for tile in range(low, high):
         tokens = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = tokens < seq_len
+        exists = (tokens >= first_seen) & (tokens < seq_len)
         pages = tl.load(table_row + tokens // PAGE, mask=exists, other=0).to(tl.int64)
         at = ((pages * num_kv_heads + kv_head) * PAGE + tokens % PAGE) * HEAD_DIM
         if MASKED or HEAD_DIM != BLOCK_D:
@@ -279,10 +283,12 @@ def paged_prefill_kernel(
     # Tiles that all rows see in full need no mask; the others, at the diagonal and the window's edge, do.
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
     positions = context + queries
+    first_seen = 0
     low = 0
     free_low = 0
     if HAS_WINDOW:
-        low = tl.maximum(0, context + first_query - window + 1) // BLOCK_N
+        first_seen = tl.maximum(0, context + first_query - window + 1)
+        low = first_seen // BLOCK_N
         free_low = tl.cdiv(tl.maximum(0, context + last_query - window + 1), BLOCK_N)
     if CAUSAL:
         high = tl.cdiv(context + last_query + 1, BLOCK_N)
@@ -299,17 +305,17 @@ def paged_prefill_kernel(
     table_row = table_ptr + request.to(tl.int64) * table_stride
     if HAS_WINDOW:
         acc, row_max, row_sum = _prefill_tiles(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, low, free_low, seq_len, positions, kv_head,
+            acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, low, free_low, first_seen, seq_len, positions, kv_head,
             num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, True, CAUSAL, HAS_WINDOW,
             HAS_CAP, KV_KIND,
         )  # fmt: skip
     acc, row_max, row_sum = _prefill_tiles(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, free_low, free_high, seq_len, positions, kv_head,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, free_low, free_high, first_seen, seq_len, positions, kv_head,
         num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, False, CAUSAL, HAS_WINDOW,
         HAS_CAP, KV_KIND,
     )  # fmt: skip
     acc, row_max, row_sum = _prefill_tiles(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, free_high, high, seq_len, positions, kv_head,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, free_high, high, first_seen, seq_len, positions, kv_head,
         num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, True, CAUSAL, HAS_WINDOW,
         HAS_CAP, KV_KIND,
     )  # fmt: skip
