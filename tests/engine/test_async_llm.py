@@ -11,7 +11,8 @@ import pytest
 
 from kvctl.core.request import FinishReason
 from kvctl.core.sampling_params import SamplingParams
-from kvctl.engine.async_llm import AsyncLLM
+from kvctl.engine.async_llm import AsyncLLM, _Stream
+from kvctl.engine.request_output import RequestOutput
 from kvctl.errors import EngineDead, InvalidRequest, ModelBroken
 from kvctl.metrics.recorder import InMemoryRecorder
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE, build_tokenizer
@@ -173,6 +174,16 @@ async def test_a_slow_reader_of_children_gets_the_finished_one_last():
         outputs = [first, *await collect(stream)]
         assert outputs[-1].finished
         assert all(len(text_of(outputs, index)) == 50 for index in range(4))
+
+
+async def test_the_finished_output_is_the_last_also_where_its_child_was_the_first_to_wait():
+    stream = _Stream()
+    for index, text, finished in ((0, "a", False), (1, "b", False), (0, "c", True)):
+        stream.put(RequestOutput("r", [1], index, text, finished=finished))
+    assert [(output.index, output.text_delta, output.finished) for output in await stream.take()] == [
+        (1, "b", False),
+        (0, "ac", True),
+    ]
 
 
 # ---- ending early ----
