@@ -21,7 +21,8 @@ from kvctl.errors import KvctlError, ModelNotFound, ServerUnreachable
 from kvctl.workload.prompts import WORDS, PromptMaker, TokenRate
 from kvctl.workload.request_plan import Turn
 
-_PROBE_WORDS = (len(WORDS) // 2, len(WORDS))
+_PROBE_WORDS = (len(WORDS), 2 * len(WORDS))  # whole rounds of the words: their mean cost
+_MAX_CORRECTIONS = 2
 _REFUSALS = (400, 422)
 
 
@@ -169,7 +170,7 @@ class PreflightClient:
     # ---- how prompts are counted ----
 
     def _learn_rate(self, request: RequestConfig, prompt_tokens: int) -> TokenRate:
-        """Two probes tell what a word costs; a third, of the wanted length, checks it. Never fails the run."""
+        """Two probes tell what a word costs, at most two more correct the wanted length. Never fails the run."""
         maker = PromptMaker(seed=0)
         few, many = (self._count(request, maker.unique(words)) for words in _PROBE_WORDS)
         rate = None
@@ -180,13 +181,18 @@ class PreflightClient:
             return TokenRate()
         if rate.is_one_token_per_word:
             return rate
-        maker = PromptMaker(seed=0, rate=rate)
-        words = rate.whole_words(prompt_tokens)
-        counted = self._count(request, maker.unique(words))
-        if counted is None:
-            self._notes.append("the length of prompts could not be verified")
-            return rate
-        return rate.corrected(words, counted)
+        words = rate.words_below(prompt_tokens)
+        for _ in range(_MAX_CORRECTIONS):
+            counted = self._count(request, maker.unique(words))
+            if counted is None:
+                self._notes.append("the length of prompts could not be verified")
+                return rate
+            rate = rate.verified(words, counted)
+            if rate.is_exact_at(prompt_tokens):
+                return rate
+            words = rate.words_near_verified(prompt_tokens)
+        self._notes.append(f"prompts could not be made exactly {prompt_tokens} tokens long: see input_tokens")
+        return rate
 
     def _count(self, request: RequestConfig, text: str) -> int | None:
         response = self._post(replace(request, extra_body={**request.extra_body, "stream": False}), Turn(text, 1))

@@ -22,6 +22,8 @@ _WORD_LIST = (
 )
 WORDS = _WORD_LIST.split()
 _NUM_ROUNDS = 509  # orders of the words to choose from
+_SPARE_WORDS = 3
+_MAX_STOPS = 24
 _SHUFFLED_WORDS = 24  # at the start of a text: more than a block of any prefix cache
 
 
@@ -31,30 +33,43 @@ class TokenRate:
 
     overhead_tokens: float = 0.0  # of a chat template or a start token
     tokens_per_word: float = 1.0
-    excess_tokens: int = 0  # by how much a verified prompt of `verified_words` was longer than that
+    verified_words: int = 0  # a prompt of so many words was counted ...
+    verified_tokens: int = 0  # ... and had so many tokens
 
     @property
     def is_one_token_per_word(self) -> bool:
         """Whether lengths come out exact by themselves."""
-        return self.tokens_per_word == 1.0 and self.excess_tokens == 0
+        return self.tokens_per_word == 1.0
 
-    def whole_words(self, num_tokens: int) -> int:
-        """How many words fit a prompt of so many tokens; at least one."""
-        return max(1, int((num_tokens - self.overhead_tokens - self.excess_tokens) / self.tokens_per_word + 1e-9))
+    def words_below(self, num_tokens: int) -> int:
+        """How many words stay a little below so many tokens, so that full stops can make up the rest."""
+        spare = 0 if self.is_one_token_per_word else _SPARE_WORDS
+        return max(1, int((num_tokens - self.overhead_tokens) / self.tokens_per_word + 1e-9) - spare)
 
-    def missing_tokens(self, num_tokens: int, num_words: int, *, with_overhead: bool = True) -> int:
-        """How many tokens a prompt of so many words lacks; full stops make up for them."""
-        overhead = self.overhead_tokens + self.excess_tokens if with_overhead else 0.0
-        return max(0, round(num_tokens - overhead - num_words * self.tokens_per_word))
+    def is_exact_at(self, num_tokens: int) -> bool:
+        """Whether the verified prompt is short of so many tokens by no more than full stops can make up."""
+        missing = num_tokens - self.verified_tokens
+        return bool(self.verified_words) and 0 <= missing <= min(self.verified_words, _MAX_STOPS)
+
+    def words_near_verified(self, num_tokens: int) -> int:
+        """How many words would be right, judged from the verified prompt."""
+        change = (num_tokens - self.verified_tokens) / self.tokens_per_word
+        return max(1, self.verified_words + int(change // 1) - _SPARE_WORDS)
+
+    def split(self, num_tokens: int) -> tuple[int, int]:
+        """(words, full stops) of a prompt of so many tokens; exact near the verified length, else the best estimate."""
+        if self.is_exact_at(num_tokens):
+            return self.verified_words, num_tokens - self.verified_tokens
+        num_words = self.words_below(num_tokens)
+        return num_words, max(0, round(num_tokens - self.overhead_tokens - num_words * self.tokens_per_word))
 
     def words_within(self, num_tokens: int) -> int:
         """How many words a part of a prompt (a shared prefix) needs: no overhead."""
         return max(1, round(num_tokens / self.tokens_per_word))
 
-    def corrected(self, num_words: int, counted_tokens: int) -> "TokenRate":
+    def verified(self, num_words: int, counted_tokens: int) -> "TokenRate":
         """This rate after a prompt of so many words was counted."""
-        expected = self.overhead_tokens + num_words * self.tokens_per_word
-        return replace(self, excess_tokens=round(counted_tokens - expected))
+        return replace(self, verified_words=num_words, verified_tokens=counted_tokens)
 
     @classmethod
     def from_probes(cls, few: tuple[int, int], many: tuple[int, int]) -> "TokenRate | None":
@@ -80,8 +95,8 @@ class PromptMaker:
 
     def prompt(self, num_tokens: int) -> str:
         """A unique text that is a whole prompt of so many tokens, with the overhead; exact where words cost alike."""
-        num_words = self.rate.whole_words(num_tokens)
-        return _with_stops(self.unique(num_words), self.rate.missing_tokens(num_tokens, num_words))
+        num_words, num_stops = self.rate.split(num_tokens)
+        return _with_stops(self.unique(num_words), num_stops)
 
     def part(self, num_tokens: int) -> str:
         """A unique text of so many tokens, to follow others."""

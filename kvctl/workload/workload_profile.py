@@ -128,7 +128,9 @@ def load_profile(name_or_path: str) -> WorkloadProfile:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         place = getattr(error, "problem_mark", None)
         where = f":{place.line + 1}" if place is not None else ""
-        raise ConfigError(f"{path}{where} is not YAML", hint="Its shape is that of profiles/workloads/chat.yaml.") from None
+        raise ConfigError(
+            f"{path}{where} is not YAML", hint="Its shape is that of profiles/workloads/chat.yaml."
+        ) from None
     return parse_profile(document, str(path))
 
 
