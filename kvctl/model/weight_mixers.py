@@ -99,7 +99,7 @@ def _mamba2(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerSha
         WeightPart("mamba in", hidden * (inner + convolved + heads), "split", True, index),
         WeightPart("mamba conv", convolved * kernel + bias, "split", False, index),
         WeightPart("mamba decay", 3 * heads, "split", False, index),
-        WeightPart("mamba norm", inner, "split", False, index),
+        WeightPart("mamba norm", 0 if view.fields.get("mamba_rms_norm") is False else inner, "split", False, index),
         WeightPart("mamba out", inner * hidden, "split", True, index),
     ]
 

@@ -93,7 +93,7 @@ TRAITS: dict[str, Traits] = {
     "phi": _CLASSIC,
     "jamba": Traits(qkv_bias=False, o_bias=False),
     "nemotron_h": Traits(gated=False, norms=1, router_bias=True),
-    "bamba": Traits(),
+    **dict.fromkeys(("bamba", "falcon_h1"), Traits()),
     "deepseek_v2": Traits(),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), Traits(router_bias=True)),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Traits(router_bias=True)),

@@ -9,12 +9,13 @@ from typing import Any
 
 from kvctl.sizing.memory import Range
 from kvctl.sizing.offload import OffloadReport
-from kvctl.sizing.recommend import Choice, serve_command
+from kvctl.sizing.recommend import Choice, obstacle, serve_command
 from kvctl.sizing.request import SizeAnswer
 from kvctl.sizing.speed import METHOD, Band, SpeedReport
 from kvctl.sizing.users import UsersFit
 
 SCHEMA_VERSION = 1
+PROGRAMS = ("kvctl serve", "vllm serve")
 
 
 def answer_json(answer: SizeAnswer, speed: SpeedReport | None, advice: list[str]) -> dict[str, Any]:
@@ -182,5 +183,5 @@ def choice_json(choice: Choice) -> dict[str, Any]:
         "users": users_json(choice.users),
         "usd_per_hour": choice.usd_per_hour,
         "problem": choice.problem,
-        "commands": [serve_command(choice, p) for p in ("kvctl serve", "vllm serve")] if choice.fits else [],
+        "commands": [serve_command(choice, p) for p in PROGRAMS if choice.fits and obstacle(choice, p) is None],
     }

@@ -114,6 +114,18 @@ def _smallest_change(
     return None
 
 
+def obstacle(choice: Choice, program: str) -> str | None:
+    """Why a program cannot run a choice; None if it can. `kvctl serve` runs on one GPU, with 16-bit KV and weights."""
+    request = choice.request
+    if not program.startswith("kvctl"):
+        return None
+    if request.parallel.gpus * request.parallel.data > 1:
+        return "it runs on one GPU"
+    if request.kv_dtype not in ("auto", "bfloat16", "float16", "bf16", "fp16"):
+        return f"it has no {request.kv_dtype} KV cache"
+    return "it has no quantized weights" if request.quantization is not None else None
+
+
 def serve_command(choice: Choice, program: str) -> str:
     """The flags of a choice, ready to paste for `kvctl serve` or `vllm serve`."""
     request, answer = choice.request, choice.answer
@@ -121,21 +133,21 @@ def serve_command(choice: Choice, program: str) -> str:
     if answer is not None:
         words += ["--max-model-len", str(answer.limits.max_model_len)]
     if choice.users is not None:
-        words += ["--max-num-seqs", str(max(1, min(choice.users.max_users, 1024)))]
-    tokens = request.max_num_batched_tokens
-    if choice.users is not None and tokens is None and choice.users.max_users > 2048:
-        tokens = 8192
-    if tokens is not None:
-        words += ["--max-num-batched-tokens", str(tokens)]
-    if program.startswith("vllm"):
-        if request.parallel.tensor > 1:
-            words += ["--tensor-parallel-size", str(request.parallel.tensor)]
-        if request.parallel.pipeline > 1:
-            words += ["--pipeline-parallel-size", str(request.parallel.pipeline)]
-        if request.kv_dtype != "auto":
-            words += ["--kv-cache-dtype", request.kv_dtype]
-        if request.quantization is not None:
-            words += ["--quantization", request.quantization]
-    if request.utilization is not None:
-        words += ["--gpu-memory-utilization", f"{request.utilization:g}"]
+        words += [
+            "--max-num-seqs",
+            str(max(1, min(choice.users.max_users, answer.limits.max_num_seqs if answer else 1))),
+        ]
+    if request.max_num_batched_tokens is not None:
+        words += ["--max-num-batched-tokens", str(request.max_num_batched_tokens)]
+    if request.parallel.tensor > 1:
+        words += ["--tensor-parallel-size", str(request.parallel.tensor)]
+    if request.parallel.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(request.parallel.pipeline)]
+    if request.kv_dtype != "auto":
+        words += ["--kv-cache-dtype", {"bf16": "bfloat16", "fp16": "float16"}.get(request.kv_dtype, request.kv_dtype)]
+    if request.quantization is not None:
+        words += ["--quantization", request.quantization]
+    if answer is not None and answer.budget is not None and request.kv_bytes is None:
+        used = request.utilization or answer.defaults.utilization
+        words += ["--gpu-memory-utilization", f"{used:g}"]
     return shlex.join(words)
