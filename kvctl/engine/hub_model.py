@@ -3,18 +3,18 @@
 Knows huggingface-hub and which files a served model needs; does not read them. Floor 2.
 """
 
+import errno
 import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Final
 
-from kvctl.errors import KvctlError, ModelNotFound, ModelNotSupported
+from kvctl.errors import KvctlError, ModelBroken, ModelNotFound, ModelNotSupported
 from kvctl.units import format_bytes
 
-_SMALL_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt"]
-_WEIGHTS: Final = ["*.safetensors"]
-_NOT_NEEDED: Final = ["original/*", "consolidated*", "*/*", "README*"]
+_WANTED: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
+_NOT_NEEDED: Final = ["original/*", "consolidated*", "*/*"]
 
 
 def hub_folder(name: str, revision: str | None) -> Path:
@@ -22,14 +22,14 @@ def hub_folder(name: str, revision: str | None) -> Path:
 
     Raises:
         ModelNotFound: not a hub id, not on the hub, not permitted, or the hub cannot be reached.
-        ModelNotSupported: the model has no safetensors weights.
+        ModelNotSupported: the model has no safetensors weights, or an architecture that is not served.
+        ModelBroken: its config.json contradicts itself.
         KvctlError: no room on the disk.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        folder = _snapshot(name, revision, from_cache=True)
     except HFValidationError:
         raise ModelNotFound(
             f"{name!r} is no folder, no file and no hub id", hint="A hub id looks like Qwen/Qwen2.5-0.5B-Instruct."
@@ -37,6 +37,21 @@ def hub_folder(name: str, revision: str | None) -> Path:
     except (LocalEntryNotFoundError, FileNotFoundError):
         return _download(name, revision)
     return folder if is_whole(folder) else _download(name, revision)
+
+
+def _snapshot(name: str, revision: str | None, *, from_cache: bool) -> Path:
+    """Return the snapshot's folder; the cache's look uses the same patterns, or it would miss what was left out."""
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            name,
+            revision=revision,
+            local_files_only=from_cache,
+            allow_patterns=_WANTED,
+            ignore_patterns=_NOT_NEEDED,
+        )
+    )
 
 
 def is_whole(folder: Path) -> bool:
@@ -55,27 +70,25 @@ def is_whole(folder: Path) -> bool:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    import httpx
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+
+    from kvctl.engine.models.registry import parse_decoder_config
 
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=15)
         sizes = {f.rfilename: f.size or 0 for f in info.siblings or () if "/" not in f.rfilename}
         _check_files(name, sizes)
+        # Before gigabytes come: an architecture that is not served is told now.
+        # By the branch's name, not its commit: so the cache notes which commit the name stands for.
+        config = hf_hub_download(name, "config.json", revision=revision)
+        parse_decoder_config(json.loads(Path(config).read_text(encoding="utf-8")))
         print(f"Downloading {name} from the hub ...", file=sys.stderr, flush=True)
-        return Path(
-            snapshot_download(
-                name, revision=info.sha, allow_patterns=_SMALL_FILES + _WEIGHTS, ignore_patterns=_NOT_NEEDED
-            )
-        )
+        folder = _snapshot(name, revision, from_cache=False)
     except GatedRepoError:
         raise ModelNotFound(
             f"{name} is a gated model of the hub and may not be read",
@@ -88,22 +101,43 @@ def _download(name: str, revision: str | None) -> Path:
             f"there is no model {name} on the hub, and no such folder here",
             hint="Check the spelling; a private model needs HF_TOKEN.",
         ) from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == 28:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelBroken(f"config.json of {name} is not valid JSON: {error}", hint="Try another revision.") from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise KvctlError(f"no room left while downloading {name}", hint="Set HF_HOME to a larger disk.") from None
+        if not _is_about_the_network(error):
+            raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(
             f"{name} is not in the hub cache, and the hub cannot be reached ({reason[:120]})",
             hint="Check the network, or name a local folder or .gguf file; `kvctl serve` alone needs no hub.",
         ) from None
+    if not is_whole(folder):  # a connection that breaks off leaves what has come, without an error
+        raise ModelBroken(
+            f"{name} is not whole in {folder}: its config, tokenizer or a part of its weights is missing",
+            hint="Start again to fetch the rest; what has come is kept.",
+        )
+    return folder
+
+
+def _is_about_the_network(error: Exception) -> bool:
+    """Say whether an exception comes from the hub or from a connection, whichever HTTP library the hub's uses."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError | HfHubHTTPError | OSError):
+        return True
+    library = type(error).__module__.split(".")[0]
+    return library in {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}
 
 
 def _check_files(name: str, sizes: dict[str, int]) -> None:
     weights = {file: size for file, size in sizes.items() if file.endswith(".safetensors")}
-    if not weights:
+    if "config.json" not in sizes or not weights:
         kinds = sorted({Path(file).suffix for file in sizes if Path(file).suffix in (".bin", ".gguf", ".pt", ".pth")})
         raise ModelNotSupported(
-            f"{name} has no safetensors weights on the hub" + (f", only {', '.join(kinds)}" if kinds else ""),
+            f"{name} has no config.json with safetensors weights on the hub"
+            + (f", only {', '.join(kinds)}" if kinds else ""),
             hint="Download a .gguf file and name it, or look for a repository with safetensors.",
         )
     from huggingface_hub import constants

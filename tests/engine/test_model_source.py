@@ -1,7 +1,6 @@
 """From a name to a folder, and the facts in the small files; broken files are named."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from kvctl.engine.model_source import read_model_facts, resolve_model
 from kvctl.engine.progress import silent
-from kvctl.errors import ConfigError, ModelBroken, ModelNotFound, ModelNotSupported
+from kvctl.errors import ConfigError, ModelBroken, ModelNotFound
 from tests.support import gguf_files
 from tests.support.tiny_models import LLAMA, build
 
@@ -115,59 +114,6 @@ def test_a_folder_with_a_gguf_file_says_to_name_the_file(tmp_path: Path) -> None
 def test_only_hub_models_have_revisions(name: str | None) -> None:
     with pytest.raises(ConfigError, match="--revision main"):
         resolve_model(name, revision="main")
-
-
-def put_into_hub_cache(cache: Path, name: str) -> Path:
-    """Lay a snapshot down as huggingface-hub does."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = cache / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    snapshot = write_folder(repository / "snapshots" / commit, tokenizer__json={})
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    for shard in index["weight_map"].values():
-        (snapshot / shard).touch()
-    return snapshot
-
-
-def run_offline(name: str, cache: Path) -> "subprocess.CompletedProcess[str]":
-    """Resolve in a process of its own: huggingface-hub reads its environment when it is imported."""
-    code = (
-        "import sys\nfrom kvctl.engine.model_source import resolve_model\nfrom kvctl.errors import KvctlError\n"
-        "try:\n    print(resolve_model(sys.argv[1]).folder)\n"
-        "except KvctlError as error:\n    print(type(error).__name__, error)\n"
-    )
-    environment = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, "-c", code, name], env=environment, capture_output=True, text=True)
-
-
-def test_a_hub_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
-    snapshot = put_into_hub_cache(tmp_path / "hub", "some/model")
-    assert run_offline("some/model", tmp_path / "hub").stdout.strip() == str(snapshot)
-
-
-def test_a_hub_model_with_a_missing_shard_is_not_whole(tmp_path: Path) -> None:
-    snapshot = put_into_hub_cache(tmp_path / "hub", "some/model")
-    (snapshot / "model-00002-of-00002.safetensors").unlink()
-    answer = run_offline("some/model", tmp_path / "hub").stdout
-    assert answer.startswith("ModelNotFound some/model is not in the hub cache, and the hub cannot be reached")
-
-
-def test_a_hub_that_cannot_be_reached_says_what_to_do(tmp_path: Path) -> None:
-    result = run_offline("some/other", tmp_path / "hub")
-    lines = result.stdout.strip().splitlines()
-    assert lines[0].startswith("ModelNotFound some/other is not in the hub cache")
-    assert len(lines) == 2
-    assert "name a local folder or .gguf file" in lines[1]
-    assert result.stderr == ""
-
-
-def test_a_hub_model_without_safetensors_is_refused_before_the_download() -> None:
-    from kvctl.engine.hub_model import _check_files
-
-    with pytest.raises(ModelNotSupported, match=r"no safetensors weights on the hub, only \.bin"):
-        _check_files("some/model", {"pytorch_model.bin": 1, "config.json": 1})
 
 
 def test_facts_come_from_the_three_files(tmp_path: Path) -> None:
