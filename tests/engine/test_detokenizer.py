@@ -89,6 +89,12 @@ def test_a_character_over_four_tokens_is_held_back_until_it_is_whole():
     assert pieces(BYTES, "a🎉b".encode()) == ["a", "", "", "", "🎉", "b", ""]
 
 
+def test_a_long_run_of_broken_bytes_comes_out_and_the_character_after_it_is_whole():
+    shown = pieces(BYTES, b"\xff" * 7 + "你好".encode())
+    assert "".join(shown) == "\ufffd" * 7 + "你好"
+    assert shown[7]  # eight tokens are the most that is ever held back
+
+
 def test_an_unfinished_character_at_the_end_is_one_mark():
     assert pieces(BYTES, b"a\xe4\xbd") == ["a", "", "", "\ufffd"]
 
