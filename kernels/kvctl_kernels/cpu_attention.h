@@ -16,6 +16,7 @@
 #include <new>
 #include <vector>
 
+#include "cpu_pool.h"
 #include "cpu_simd.h"
 
 namespace attention {
@@ -402,7 +403,7 @@ inline Plan plan(const Arguments& in, int num_threads) {
 
 template <class E>
 void run(const Arguments& in, int num_threads) {
-    static thread_local Scratch scratch, shared;  // `shared` is the caller's, the workers get its address
+    static thread_local Scratch shared;  // the caller's; the helpers get its address
     const Plan work = plan(in, num_threads);
     const int num_tasks = (int)work.tasks.size();
     if (!num_tasks) return;
@@ -412,13 +413,10 @@ void run(const Arguments& in, int num_threads) {
     for (size_t i = 0; i < work.splits_left.size(); i++) new (counters + i) std::atomic<int32_t>(work.splits_left[i]);
     auto* workspace = reinterpret_cast<float*>(memory + counter_bytes);
     const Runner<E> runner(in);
-    std::atomic<int> next{0};
-    if (num_threads > num_tasks) num_threads = num_tasks;
-#pragma omp parallel num_threads(num_threads)
-    {
-        for (int i = next.fetch_add(1); i < num_tasks; i = next.fetch_add(1))
-            runner.run(work.tasks[i], scratch, workspace, counters);
-    }
+    pool::each(num_tasks, num_threads, [&](int64_t i) {
+        static thread_local Scratch scratch;
+        runner.run(work.tasks[i], scratch, workspace, counters);
+    });
 }
 
 }  // namespace attention

@@ -18,9 +18,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("cpu_native.cpp", "cpu_simd.h", "cpu_attention.h", "cpu_elementwise.h", "cpu_linear.h")
+SOURCES = ("cpu_native.cpp", "cpu_simd.h", "cpu_pool.h", "cpu_attention.h", "cpu_elementwise.h", "cpu_linear.h")
 # -O2: the hot loops are unrolled by hand; -O3 compiles four times longer for the same speed.
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared", "-w")
 COMPILE_LIMIT_S = 180
 _DIGEST_BYTES = 32
 
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def load_native() -> ctypes.CDLL:
-    """The kernels, compiled if need be. Import torch first, so that both use one OpenMP runtime.
+    """The kernels, compiled if need be.
 
     Raises:
         NativeUnavailable: no compiler, a failed build, no space, a library that does not load.

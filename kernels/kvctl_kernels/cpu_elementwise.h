@@ -4,16 +4,20 @@
 // not depend on the other rows.
 #pragma once
 
+#include "cpu_pool.h"
 #include "cpu_simd.h"
 
 namespace elementwise {
 
-// Rows are shared between threads only where that saves more than waking them costs (elements).
-constexpr int64_t WORTH_SHARING = 1 << 15;
+// Rows are shared between threads only where that saves more than handing them over costs (elements).
+constexpr int64_t WORTH_SHARING = 1 << 14;
 
-inline int threads_for(int64_t elements, int num_threads) {
-    const int64_t parts = elements / WORTH_SHARING + 1;
-    return parts < num_threads ? (int)parts : num_threads;
+// row(i) for each i in [0, rows), in pieces of some WORTH_SHARING elements.
+template <class F>
+void each_row(int64_t rows, int64_t elements_per_row, int num_threads, F&& row) {
+    pool::ranges(rows, rows * elements_per_row / WORTH_SHARING + 1, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) row(i);
+    });
 }
 
 // x and out [rows, width]; with `residual`, x + residual is rounded, written to new_residual and normalised.
@@ -22,9 +26,7 @@ void rms_norm(const typename E::T* x, int64_t x_stride, const typename E::T* res
               const typename E::T* weight, typename E::T* out, int64_t rows, int64_t inner, int64_t x_inner_stride,
               int64_t width, float eps, int num_threads) {
     typedef typename E::T T;
-    const int threads = threads_for(rows * inner * width, num_threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < rows * inner; i++) {
+    each_row(rows * inner, width, num_threads, [&](int64_t i) {
         const T* from = x + i / inner * x_stride + i % inner * x_inner_stride;
         T* to = out + i * width;
         int64_t d = 0;
@@ -50,7 +52,7 @@ void rms_norm(const typename E::T* x, int64_t x_stride, const typename E::T* res
         const float inverse = 1.0f / sqrtf(total / (float)width + eps);
         for (d = 0; d + VL <= width; d += VL) E::store(to + d, E::load(from + d) * inverse * E::load(weight + d));
         for (; d < width; d++) to[d] = E::put(E::get(from[d]) * inverse * E::get(weight[d]));
-    }
+    });
 }
 
 KV_INLINE vf silu(vf x) { return x / (1.0f + exp_of(-x)); }
@@ -63,9 +65,7 @@ KV_INLINE vf gelu_tanh(vf x) {
 template <class E, bool GELU>
 void gate(const typename E::T* x, int64_t x_stride, typename E::T* out, int64_t rows, int64_t width, int num_threads) {
     typedef typename E::T T;
-    const int threads = threads_for(rows * width * 2, num_threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < rows; i++) {
+    each_row(rows, 2 * width, num_threads, [&](int64_t i) {
         const T* left = x + i * x_stride;
         const T* right = left + width;
         T* to = out + i * width;
@@ -78,7 +78,7 @@ void gate(const typename E::T* x, int64_t x_stride, typename E::T* out, int64_t 
             vf g = splat(E::get(left[d]));
             to[d] = E::put(((GELU ? gelu_tanh(g) : silu(g)) * E::get(right[d]))[0]);
         }
-    }
+    });
 }
 
 // to = from turned by the angles of one position; cos_sin: rot_dim / 2 cosines, then sines. `to` may be `from`.
@@ -120,9 +120,7 @@ void rotary(const Rotary& in, int num_threads) {
     typedef typename E::T T;
     const int head_dim = in.head_dim;
     const int64_t per_token = (int64_t)(in.num_heads + 2 * in.num_kv_heads) * head_dim;
-    const int threads = threads_for(in.num_tokens * per_token, num_threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t t = 0; t < in.num_tokens; t++) {
+    each_row(in.num_tokens, per_token, num_threads, [&](int64_t t) {
         const float* angles = in.positions ? in.cos_sin + in.positions[t] * in.rot_dim : nullptr;
         if (in.query) {
             T* query = static_cast<T*>(in.query) + t * in.query_stride;
@@ -133,10 +131,10 @@ void rotary(const Rotary& in, int num_threads) {
         if (!in.k_cache) {
             for (int h = 0; h < in.num_kv_heads; h++)
                 rotate_head<E>(key + (int64_t)h * head_dim, key + (int64_t)h * head_dim, angles, in.rot_dim, head_dim);
-            continue;
+            return;
         }
         const int64_t slot = in.slots[t];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         const T* value = static_cast<const T*>(in.value) + t * in.value_stride;
         for (int h = 0; h < in.num_kv_heads; h++) {
             const int64_t page = slot / in.block_size * in.num_kv_heads + h;
@@ -148,16 +146,14 @@ void rotary(const Rotary& in, int num_threads) {
                 memcpy(to, key + (int64_t)h * head_dim, sizeof(T) * head_dim);
             memcpy(static_cast<T*>(in.v_cache) + place, value + (int64_t)h * head_dim, sizeof(T) * head_dim);
         }
-    }
+    });
 }
 
 // The first index of the largest value of each row; NaN counts as the smallest.
 template <class E>
 void argmax(const typename E::T* x, int64_t x_stride, int64_t* out, int64_t rows, int64_t width, int num_threads) {
     typedef typename E::T T;
-    const int threads = threads_for(rows * width, num_threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < rows; i++) {
+    each_row(rows, width, num_threads, [&](int64_t i) {
         const T* row = x + i * x_stride;
         vf best = splat(-INFINITY);
         vi where{}, at{};
@@ -184,7 +180,7 @@ void argmax(const typename E::T* x, int64_t x_stride, int64_t* out, int64_t rows
                 index = d;
             }
         out[i] = index;
-    }
+    });
 }
 
 }  // namespace elementwise

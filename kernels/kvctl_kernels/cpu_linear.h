@@ -5,6 +5,7 @@
 // of rows: a row's result does not depend on the rows beside it, bit for bit.
 #pragma once
 
+#include "cpu_pool.h"
 #include "cpu_simd.h"
 
 namespace linear {
@@ -12,21 +13,22 @@ namespace linear {
 constexpr int PANEL = 32;
 constexpr int PER_PANEL = PANEL / VL;                               // vectors
 constexpr int MAX_ROWS = VL == 16 ? 12 : VL == 8 ? 3 : 2;           // rows of x against one panel in registers
+constexpr int64_t BYTES_PER_PIECE = 128 << 10;                      // of weights, for a task
+constexpr int64_t MOST_PIECES_PER_THREAD = 8;
 constexpr int64_t PREFETCH_WORDS = 1024;                            // how far ahead the weights are asked for
 
 inline int64_t panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
 // weight [outputs, words] (words along k) -> packed [panels, words, PANEL], outputs beyond the last are zero.
 inline void pack(const uint32_t* weight, int64_t outputs, int64_t words, uint32_t* packed, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (int64_t p = 0; p < panels(outputs); p++) {
+    pool::each(panels(outputs), num_threads, [&](int64_t p) {
         const uint32_t* rows[PANEL];
         for (int i = 0; i < PANEL; i++) {
             const int64_t n = p * PANEL + i;
             rows[i] = n < outputs ? weight + n * words : nullptr;
         }
         transpose_rows(rows, PANEL, (int)words, packed + p * words * PANEL, PANEL);
-    }
+    });
 }
 
 // Row `index` of the weight, out [words].
@@ -123,10 +125,11 @@ void multiply(const uint32_t* x, int64_t x_stride, int64_t rows, const uint32_t*
     const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
     const int64_t small = tiles ? rows / tiles : 0, large_tiles = tiles ? rows % tiles : 0;
     const int64_t large_rows = large_tiles * (small + 1);
-    if (num_threads > all) num_threads = (int)all;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (int t = 0; t < num_threads; t++) {
-        const int64_t begin = all * t / num_threads, end = all * (t + 1) / num_threads;
+    // Pieces small enough that a thread which loses its core holds little back, large enough to stream.
+    const int64_t pieces_by_size = all * words * PANEL * 4 / BYTES_PER_PIECE + 1;
+    const int64_t pieces_by_threads = (int64_t)num_threads * MOST_PIECES_PER_THREAD;
+    pool::ranges(all, pieces_by_size < pieces_by_threads ? pieces_by_size : pieces_by_threads, num_threads,
+                 [&](int64_t begin, int64_t end) {
         // Panels outermost in steps that stay in the cache, so that both kinds of tiles meet a panel while it is there.
         const int64_t step = rows <= MAX_ROWS ? end - begin : 4;
         for (int64_t p = begin; p < end; p += step) {
@@ -138,7 +141,7 @@ void multiply(const uint32_t* x, int64_t x_stride, int64_t rows, const uint32_t*
                 dispatch<E, MAX_ROWS>(small, x + large_rows * x_stride, x_stride, rows - large_rows, packed, words, bias,
                                       y + large_rows * y_stride, y_stride, p, last, outputs);
         }
-    }
+    });
 }
 
 }  // namespace linear

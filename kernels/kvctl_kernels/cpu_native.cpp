@@ -74,10 +74,9 @@ int64_t kvctl_unpack_rows(const void* packed, int64_t outputs, int64_t words, co
                           void* out, int num_threads) {
     for (int64_t i = 0; i < count; i++)
         if (indices[i] < 0 || indices[i] >= outputs) return i;
-    const int threads = elementwise::threads_for(count * words * 8, num_threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < count; i++)
+    elementwise::each_row(count, words * 8, num_threads, [&](int64_t i) {
         linear::unpack_row((const uint32_t*)packed, words, indices[i], (uint32_t*)out + i * words);
+    });
     return -1;
 }
 
