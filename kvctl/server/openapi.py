@@ -36,6 +36,8 @@ def _nullable(kind: str) -> Schema:
 _TEXT: Schema = {"type": "string"}
 _INTEGER: Schema = {"type": "integer"}
 _IDS = _array(_INTEGER)
+# of one server-sent event: its data is a chunk as JSON, an error object as JSON, or [DONE]
+_EVENT: Schema = {"type": "object", "required": ["data"], "properties": {"data": _TEXT}}
 
 _ANSWERS: dict[str, Schema] = {
     "Error": _object(
@@ -112,7 +114,7 @@ def _answer(description: str, name: str) -> Schema:
 def _responses(name: str, *, stream: bool = False, errors: str = "") -> Schema:
     content = _json_content(name)
     if stream:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _EVENT}
     responses: Schema = {"200": {"description": "OK", "content": content}}
     for status in errors.split():
         responses[status] = _answer(_ERROR_TEXTS[status], "Error")

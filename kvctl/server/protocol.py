@@ -10,7 +10,7 @@ Types are strict ("16" is no number) except that 16.0 is taken for 16, which JSO
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
 MAX_PROMPTS = 1024  # in one completions request; vLLM's limit
@@ -26,6 +26,13 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _number(low: float, high: float) -> WithJsonSchema:
+    """Document a range that `SamplingParams` checks."""
+    return WithJsonSchema({"type": "number", "minimum": low, "maximum": high})
+
+
 Refused = SkipJsonSchema[Any]  # known, not served: `sampling.refuse_unsupported` names it; not in the OpenAPI document
 
 
@@ -52,16 +59,18 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     stop: str | Strings | None = None
     seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    temperature: Annotated[float, _number(0, 2)] | None = None
+    top_p: Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1})] | None = None
+    frequency_penalty: Annotated[float, _number(-2, 2)] | None = None
+    presence_penalty: Annotated[float, _number(-2, 2)] | None = None
     logit_bias: dict[str, float] | None = Field(None, description="Token id (as text) to bias, -100 to 100.")
     user: str | None = None
     # beyond OpenAI: vLLM's names
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
+    min_p: Annotated[float, _number(0, 1)] | None = None
+    repetition_penalty: (
+        Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1e6})] | None
+    ) = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -114,7 +123,7 @@ class ContentPart(BaseModel):
     """One part of a message; only type "text" is served."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    type: str
+    type: Annotated[str, WithJsonSchema({"enum": ["text", "input_text"]})]
     text: str | None = None
 
 
@@ -146,7 +155,7 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     echo: bool | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str, WithJsonSchema({"enum": ["none", "auto"]})] | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     modalities: Refused = None
     audio: Refused = None
