@@ -17,7 +17,7 @@ from kvctl.core.kv_cache_groups import group_layers
 from kvctl.core.kv_cache_manager import KVCacheManager
 from kvctl.core.scheduler import Scheduler
 from kvctl.engine.config import EngineConfig, EngineInfo
-from kvctl.engine.device import resolve_device, resolve_dtype, set_cpu_threads
+from kvctl.engine.device import free_device_bytes, resolve_device, resolve_dtype, set_cpu_threads
 from kvctl.engine.kv_cache import allocate_kv_cache
 from kvctl.engine.layers.linear import select_linears
 from kvctl.engine.memory_budget import MemoryBudget, cpu_budget, cuda_budget
@@ -30,7 +30,7 @@ from kvctl.engine.ops import AttentionMetadata, select_ops
 from kvctl.engine.sampler import Sampler
 from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
 from kvctl.errors import OutOfMemory
-from kvctl.sizing.kv_plan import KVLayout, KVPlan, blocks_worth_having, plan_kv_cache
+from kvctl.sizing.kv_plan import KVLayout, KVPlan, blocks_worth_having, padding_note, plan_kv_cache
 from kvctl.units import format_bytes, format_count, format_seconds
 
 
@@ -116,9 +116,12 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
         weights = DummyWeights(model_config, dtype, device, config.model.seed)
     else:
         weights = CheckpointWeights(folder, model_config, dtype, device)
+    weight_bytes = sum(tensor.num_elements for tensor in all_tensors(model_config)) * dtype.itemsize
+    free_bytes = free_device_bytes(device)
+    if free_bytes is not None and weight_bytes > free_bytes:
+        raise _no_room_for_weights(weight_bytes, f"{format_bytes(free_bytes)} are free on {device}")
     ops = select_ops(device, dtype, config.device.cpu_kernels, num_threads)
     linears = select_linears(device, dtype, config.device.cpu_kernels, num_threads)
-    weight_bytes = sum(tensor.num_elements for tensor in all_tensors(model_config)) * dtype.itemsize
     try:
         decoder = build_decoder(
             model_config,
@@ -130,10 +133,7 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
             num_positions=config.scheduler.max_model_len + 1,
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemory(
-            f"the weights need {format_bytes(weight_bytes)}, more than is free on {device}",
-            hint="Use a smaller model or --dtype bfloat16, or free memory.",
-        ) from error
+        raise _no_room_for_weights(weight_bytes, f"{device} has no more to give") from error
     load_s = time.monotonic() - started_s
     kind = "random weights for " if config.model.load_format == "dummy" else ""
     report(
@@ -145,6 +145,13 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
         report(note)
     return _LoadedModel(
         model_config, decoder, dtype, device, weight_bytes, load_s, ops.name, linears.name, num_threads, notes
+    )
+
+
+def _no_room_for_weights(weight_bytes: int, what_there_is: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"the weights need {format_bytes(weight_bytes)}, {what_there_is}",
+        hint="Use a smaller model or --dtype bfloat16, or free memory.",
     )
 
 
@@ -180,6 +187,9 @@ def _plan_cache(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) ->
         f"KV blocks: {format_count(plan.num_blocks)} of {layout.block_size} tokens, "
         f"{format_bytes(layout.block_bytes)} each, {format_bytes(plan.kv_cache_bytes)} in all"
     )
+    padding = padding_note(layout.groups)
+    if padding is not None:
+        lines.append(padding)
     lines.append(plan.describe("KV cache" if on_cpu else "GPU KV cache"))
     return plan, lines
 

@@ -110,3 +110,11 @@ def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
     if in_container is not None:
         found.append(in_container)
     return min(found, default=None)
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Memory that can be taken on the device now; None where it cannot be told."""
+    if device.type != "cuda":
+        return available_host_bytes()
+    free, _total = torch.cuda.mem_get_info(device)
+    return int(free)

@@ -113,9 +113,9 @@ def blocks_worth_having(layout: KVLayout, max_model_len: int, max_num_seqs: int)
     return max_num_seqs * layout.blocks_per_request(max_model_len) + 1
 
 
-def windows_to_groups_note(groups: Sequence[KVCacheGroup]) -> str | None:
-    """A line about padding where the last group of a kind has fewer layers than a block; None if there is none."""
+def padding_note(groups: Sequence[KVCacheGroup]) -> str | None:
+    """A line about groups with fewer layers than a block has room for; None if there are none."""
     size = max(len(group.layer_indices) for group in groups)
     held = sum(len(group.layer_indices) for group in groups)
     waste = 1 - held / (size * len(groups))
-    return f"KV blocks of {size} layers for groups of fewer: {waste:.1%} of the cache stays empty" if waste else None
+    return f"KV blocks have room for {size} layers, some groups have fewer: {waste:.1%} stays empty" if waste else None

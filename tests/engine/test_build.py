@@ -60,6 +60,13 @@ def test_a_cache_larger_than_the_free_memory_is_refused_not_left_to_the_kernel(f
         engine_runs.start(folder, num_blocks=None, kv_cache_memory_bytes=1 << 50)
 
 
+def test_weights_that_cannot_fit_are_refused_before_any_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr("kvctl.engine.build.free_device_bytes", lambda device: 100_000)
+    monkeypatch.setattr("kvctl.engine.build.build_decoder", None)  # not reached
+    with pytest.raises(OutOfMemory, match=r"the weights need 256\.3 KiB, 97\.7 KiB are free on cpu"):
+        engine_runs.start(folder)
+
+
 @pytest.mark.parametrize(
     ("free", "expected"),
     [(1 * GIB, int(0.4 * GIB)), (100 * GIB, CPU_LIMIT_BYTES), (None, 1 * GIB)],

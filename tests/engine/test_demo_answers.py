@@ -26,7 +26,7 @@ torch.nn.functional.linear(torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 before = resident_bytes()
-engine = engine_runs.start(sys.argv[1], dtype="auto", cpu_kernels="torch", num_blocks=None,
+engine = engine_runs.start(sys.argv[1], dtype="auto", cpu_kernels=sys.argv[2], num_blocks=None,
                            kv_cache_memory_bytes=2 << 30, max_model_len=1024)
 # not ru_maxrss: that remembers the process which forked this one
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM:"))
@@ -64,9 +64,10 @@ def test_log_probabilities_of_a_text_are_those_of_float32_transformers(dtype, li
     assert sum(differences) / len(differences) <= limit
 
 
-def test_loading_takes_little_more_memory_than_the_weights_and_the_cache_none_until_used(demo_folder):
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_loading_takes_little_more_memory_than_the_weights_and_the_cache_none_until_used(kernels, demo_folder):
     measured = subprocess.run(
-        [sys.executable, "-c", LOAD_AND_MEASURE, str(demo_folder)],
+        [sys.executable, "-c", LOAD_AND_MEASURE, str(demo_folder), kernels],
         check=True,
         capture_output=True,
         text=True,

@@ -7,7 +7,14 @@ from kvctl.core.config import CacheConfig
 from kvctl.core.kv_cache_groups import group_layers
 from kvctl.core.kv_cache_manager import KVCacheManager
 from kvctl.errors import OutOfMemory
-from kvctl.sizing.kv_plan import KVLayout, KVPlan, blocks_worth_having, longest_fitting_request, plan_kv_cache
+from kvctl.sizing.kv_plan import (
+    KVLayout,
+    KVPlan,
+    blocks_worth_having,
+    longest_fitting_request,
+    padding_note,
+    plan_kv_cache,
+)
 
 GIB = 1 << 30
 
@@ -84,3 +91,10 @@ def test_what_the_plan_lets_in_the_scheduler_can_run(shape):
 
 def test_more_blocks_than_any_load_could_use_are_not_worth_having():
     assert blocks_worth_having(FULL, 160, 8) == 81
+
+
+def test_padding_is_told_where_the_last_group_has_fewer_layers():
+    assert padding_note(FULL.groups) is None
+    assert padding_note(HYBRID.groups) == (  # 26 layers in 7 groups of 4
+        "KV blocks have room for 4 layers, some groups have fewer: 7.1% stays empty"
+    )
