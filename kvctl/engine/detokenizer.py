@@ -17,6 +17,13 @@ _CONTEXT_TOKENS: Final = 5
 # back, the earlier ones are invalid UTF-8 and come out.
 _MAX_HELD_TOKENS: Final = 8
 _MAX_WAITING_TOKENS: Final = 3
+_BROKEN: Final = "\ufffd"  # what decoding gives for bytes that are no character
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return how many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class IncrementalDetokenizer:
@@ -26,19 +33,18 @@ class IncrementalDetokenizer:
     any more come out as U+FFFD.
     """
 
-    __slots__ = ("_backend", "_context", "_held", "_prompt_rest", "_skip_special_tokens", "_stream")
+    __slots__ = ("_backend", "_context", "_held", "_shown", "_skip_special_tokens", "_stream")
 
     def __init__(self, backend: Backend, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []  # the latest tokens whose text is out
         self._held: list[int] = []  # tokens whose text is not
+        self._shown = ""  # text that is out, but that the stream will say again with its next piece
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._prompt_rest = ""
         for token_id in prompt_token_ids[-_CONTEXT_TOKENS:]:
             self.push(token_id)
-        if self._held:  # the prompt ends in half a character, or in U+FFFD itself
-            self._prompt_rest = self._held_text()
+        self.flush()
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is certain now, possibly none."""
@@ -51,7 +57,10 @@ class IncrementalDetokenizer:
         if piece is not None:
             self._context = held
             self._held = []
-            return self._without_prompt_rest(piece) if self._prompt_rest else piece
+            if self._shown:
+                piece = piece[_num_common(self._shown, piece) :]
+                self._shown = ""
+            return piece
         if len(held) < _MAX_HELD_TOKENS:
             return ""
         self._held, waiting = held[:-_MAX_WAITING_TOKENS], held[-_MAX_WAITING_TOKENS:]
@@ -61,21 +70,18 @@ class IncrementalDetokenizer:
         """Return what is held back, with U+FFFD for what stayed incomplete, and go on from there."""
         if not self._held:
             return ""
-        text = self._held_text()
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._held)
+        if after.startswith(before) or before.endswith(_BROKEN):  # what was broken may have become a character
+            text = after[_num_common(before, after) :]
+        else:
+            text = self._decode(self._held)
         self._context = (self._context + self._held)[-_CONTEXT_TOKENS:]
         self._held = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
-        return self._without_prompt_rest(text)
-
-    def _held_text(self) -> str:
-        before = self._decode(self._context)
-        after = self._decode(self._context + self._held)
-        return after[len(before) :] if after.startswith(before) else self._decode(self._held)
-
-    def _without_prompt_rest(self, piece: str) -> str:
-        """Take off what stands in the prompt already, unless a token has made a character of it."""
-        rest, self._prompt_rest = self._prompt_rest, ""
-        return piece.removeprefix(rest)
+        shown = self._decode(self._context)
+        self._shown = shown if shown.endswith(_BROKEN) else ""  # the stream waits for such a text to go on
+        return text
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
