@@ -47,7 +47,7 @@ def cuda_budget(
     """Measure by running the largest step once on a device that holds the weights already.
 
     Raises:
-        OutOfMemory: the share of the device that was asked for is not free, or nothing is left for the cache.
+        OutOfMemory: nothing of the share that was asked for is left for the cache.
     """
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

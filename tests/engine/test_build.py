@@ -1,11 +1,12 @@
 """What building an engine reports, refuses and decides."""
 
 import pytest
+import torch
 
 from kvctl.core.config import SchedulerConfig
 from kvctl.engine import memory_budget
 from kvctl.engine.config import DeviceConfig
-from kvctl.engine.memory_budget import CPU_LIMIT_BYTES, cpu_budget
+from kvctl.engine.memory_budget import CPU_LIMIT_BYTES, cpu_budget, cuda_budget
 from kvctl.errors import OutOfMemory
 from tests.support import engine_runs, tiny_models
 
@@ -76,6 +77,38 @@ def test_the_cpu_default_is_a_share_of_what_is_free(monkeypatch, free, expected)
     budget = cpu_budget(DeviceConfig(), weight_bytes=5 * GIB)
     assert budget.kv_cache_bytes == expected
     assert budget.ceiling_bytes == free
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """A device of 80 GiB: 16 of weights, a step that peaks at 3 more, 2 held by others; 17 reserved by torch."""
+    state = {"peak": 16 * GIB}
+    values = {
+        "synchronize": lambda device: None,
+        "reset_peak_memory_stats": lambda device: None,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device: 16 * GIB,
+        "max_memory_allocated": lambda device: state["peak"],
+        "memory_reserved": lambda device: 17 * GIB,
+        "mem_get_info": lambda device: (61 * GIB, 80 * GIB),
+        "get_device_name": lambda device: "H100",
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", value)
+    return lambda: state.update(peak=19 * GIB)
+
+
+def test_the_cuda_budget_is_the_share_less_weights_peak_and_others(fake_cuda):
+    device = torch.device("cuda", 0)
+    budget = cuda_budget(DeviceConfig(gpu_memory_utilization=0.9), 16 * GIB, device, fake_cuda)
+    assert budget.kv_cache_bytes == int(80 * GIB * 0.9) - 17 * GIB - 3 * GIB - 2 * GIB
+    assert budget.ceiling_bytes == 58 * GIB
+    assert "peak activation 3.00 GiB" in budget.lines[0] and "outside torch 2.00 GiB" in budget.lines[0]
+    assert budget.lines[1] == "Available KV cache memory: 50.0 GiB"
+    explicit = cuda_budget(DeviceConfig(kv_cache_memory_bytes=5 * GIB), 16 * GIB, device, fake_cuda)
+    assert explicit.kv_cache_bytes == 5 * GIB
+    with pytest.raises(OutOfMemory, match="no memory is left"):
+        cuda_budget(DeviceConfig(gpu_memory_utilization=0.2), 16 * GIB, device, fake_cuda)
 
 
 def test_the_largest_step_of_the_profile_runs_on_the_null_block_alone(folder):

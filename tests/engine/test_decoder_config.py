@@ -132,6 +132,24 @@ def test_old_and_new_spelling_of_rope_mean_the_same():
     assert parse_decoder_config(new) == parse_decoder_config(old)
 
 
+def test_gemma3_4b_leaves_out_what_equals_the_defaults():
+    published = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    parsed = parse_decoder_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": published})
+    theirs = transformers.Gemma3Config(text_config=published).text_config
+    assert (parsed.num_heads, parsed.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (parsed.head_dim, parsed.vocab_size) == (theirs.head_dim, theirs.vocab_size)
+    assert parsed.windows.count(None) == theirs.layer_types.count("full_attention")
+    assert parsed.ropes[5] == RopeConfig(1_000_000.0, "linear", 8.0, original_max_position_tokens=131_072)
+    assert parsed.ropes[0] == RopeConfig(10_000.0)
+
+
 def test_gemma3_with_pictures_is_read_for_its_text_part():
     parsed = parse_decoder_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3_1B})
     assert parsed.num_layers == 26
