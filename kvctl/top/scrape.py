@@ -161,7 +161,8 @@ class Scraper:
         for _ in range(_MAX_REDIRECTS):
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
-            body = self._read(response, deadline)
+            with response:  # read1 leaves it open at the end, and the connection could not be used again
+                body = self._read(response, deadline)
             target = response.getheader("Location")
             if response.status not in (301, 302, 307, 308) or not target:
                 return response.status, body
@@ -188,7 +189,6 @@ class Scraper:
                 raise TimeoutError
         if left > 0 and response.length:
             raise ConnectionError("the page broke off")
-        response.close()  # read1 leaves it open at the end, and the connection could not be used again
         if left <= 0:
             self.close()  # the rest of an endless page is not wanted
         return b"".join(chunks)

@@ -1,5 +1,7 @@
 """A small HTTP server that answers as a test wants: good pages, endless ones, none. For tests only."""
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +29,8 @@ class PageServer:
     def __init__(self, answers: dict[str, Answer]) -> None:
         self.asked: list[tuple[str, str, dict[str, str]]] = []
         self.num_connections = 0
+        self.is_closing = threading.Event()
+        self._sockets: list[socket.socket] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,9 +38,11 @@ class PageServer:
 
             def setup(self) -> None:
                 outer.num_connections += 1
+                outer._sockets.append(self.request)
                 super().setup()
 
             def do_GET(self) -> None:
+                self.is_closing = outer.is_closing
                 outer.asked.append((self.command, self.path, dict(self.headers)))
                 try:
                     answers.get(self.path, page("not here", 404))(self)
@@ -49,7 +55,7 @@ class PageServer:
                 """Say nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server.daemon_threads = False  # closing waits for every answer, so that no socket is left open
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
     @property
@@ -67,6 +73,10 @@ class PageServer:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        self.is_closing.set()
         self._server.shutdown()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # a kept connection would hold its thread
         self._server.server_close()
         self._thread.join()

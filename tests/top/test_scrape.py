@@ -4,7 +4,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 
 import pytest
 
@@ -108,14 +107,13 @@ def endless(request):
 def dripping(request):
     request.send_response(200)
     request.end_headers()
-    while True:
+    while not request.is_closing.wait(0.05):
         request.wfile.write(b"a")
         request.wfile.flush()
-        time.sleep(0.05)
 
 
 def silent(request):
-    time.sleep(3)
+    request.is_closing.wait(5)
 
 
 def test_an_endless_page_is_cut_at_the_limit_and_what_came_is_kept():
