@@ -20,7 +20,7 @@ from pathlib import Path
 
 SOURCES = ("cpu_native.cpp", "cpu_simd.h", "cpu_pool.h", "cpu_attention.h", "cpu_elementwise.h", "cpu_linear.h")
 # -O2: the hot loops are unrolled by hand; -O3 compiles four times longer for the same speed.
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++20", "-O2", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared", "-w")
 COMPILE_LIMIT_S = 180
 _DIGEST_BYTES = 32
 
@@ -51,15 +51,15 @@ def load_native() -> ctypes.CDLL:
         path = cache_folder() / name
         if not is_intact(path):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _build(found, path)
-        return _open(path)
+            compile_to(path, found)
+        return open_library(path)
     except OSError as error:
         failure = error
     try:  # the cache cannot be written: build for this process alone; a loaded library needs no file any more
         with tempfile.TemporaryDirectory(prefix="kvctl-native-") as folder:
             path = Path(folder) / name
-            _build(found, path)
-            return _open(path)
+            compile_to(path, found)
+            return open_library(path)
     except OSError:
         raise NativeUnavailable(f"cannot write the compiled kernels: {failure}") from failure
 
@@ -107,11 +107,17 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _build(compiler: str, path: Path) -> None:
+def compile_to(path: Path, compiler: str, target: str = "-march=native") -> None:
+    """Compile the kernels for `target` into `path`, whole or not at all, with their checksum at the end.
+
+    Raises:
+        NativeUnavailable: the compiler fails.
+        OSError: the file cannot be written.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     os.close(handle)
     try:
-        _run([compiler, *FLAGS, "-o", temporary, str(Path(__file__).parent / SOURCES[0])])
+        _run([compiler, *FLAGS, target, "-o", temporary, str(Path(__file__).parent / SOURCES[0])])
         content = Path(temporary).read_bytes()
         with Path(temporary).open("ab") as file:
             file.write(hashlib.sha256(content).digest())
@@ -122,7 +128,12 @@ def _build(compiler: str, path: Path) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load compiled kernels.
+
+    Raises:
+        NativeUnavailable: it is none, or not for this CPU.
+    """
     try:
         library = ctypes.CDLL(str(path))
         library.kvctl_describe.restype = ctypes.c_char_p

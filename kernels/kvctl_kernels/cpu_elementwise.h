@@ -55,7 +55,10 @@ void rms_norm(const typename E::T* x, int64_t x_stride, const typename E::T* res
     });
 }
 
-KV_INLINE vf silu(vf x) { return x / (1.0f + exp_of(-x)); }
+KV_INLINE vf silu(vf x) {
+    const vf small = exp_of(x > 0.0f ? -x : x);  // never above one: nothing overflows
+    return x * (x > 0.0f ? splat(1.0f) : small) / (1.0f + small);
+}
 KV_INLINE vf gelu_tanh(vf x) {
     const vf inner = (x + x * x * x * 0.044715f) * 0.7978845608028654f;  // sqrt(2 / pi)
     return x * 0.5f * (1.0f + tanh_of(inner));

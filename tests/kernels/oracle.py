@@ -57,11 +57,11 @@ def paged_batch(
         if window is not None:
             first_seen = max(0, length - query_len + 1 - window)
             row = [0 if (i + 1) * block_size <= first_seen else block for i, block in enumerate(row)]
-        for position in range(length):
-            block = row[position // block_size]
-            if block:
-                k_cache[block, :, position % block_size] = key[position]
-                v_cache[block, :, position % block_size] = value[position]
+        positions = np.arange(length)
+        blocks, offsets = np.array(row)[positions // block_size], positions % block_size
+        kept = blocks != 0
+        k_cache[blocks[kept], :, offsets[kept]] = key[kept]
+        v_cache[blocks[kept], :, offsets[kept]] = value[kept]
         tables.append(row)
         keys.append(key.double().numpy())
         values.append(value.double().numpy())
