@@ -13,6 +13,7 @@ from time import perf_counter
 from urllib.parse import urlsplit
 
 from kvctl.bench.http_connection import DecodePump, Exchange, HttpConnection
+from kvctl.bench.socket_poller import SocketPoller
 from kvctl.bench.stream_decoder import StreamDecoder
 from kvctl.bench.wire import ArrivalClock, connect
 from kvctl.errors import ConfigError, ServerUnreachable
@@ -48,6 +49,7 @@ class LoadClient:
         self._busy: set[HttpConnection] = set()
         self.pump = DecodePump(loop)
         self.clock = ArrivalClock()
+        self._poller = SocketPoller(loop) if self.clock.uses_kernel and self._tls is None else None
         self.num_connections = 0
         head = [
             f"POST {parts.path.rstrip('/')}{config.path} HTTP/1.1",
@@ -136,6 +138,8 @@ class LoadClient:
         for connection in list(self._busy):
             connection.abort("cancelled", "the run was over")
         self._idle.clear()
+        if self._poller is not None:
+            self._poller.close()
 
     def _take_idle(self) -> HttpConnection | None:
         while self._idle:
@@ -152,7 +156,7 @@ class LoadClient:
             connection = HttpConnection(self.pump)
             async with asyncio.timeout(self._config.connect_timeout_s):
                 wire = await connect(
-                    self._loop,
+                    self._poller,
                     (self._address or "", self._port),
                     self.clock,
                     connection,

@@ -1,7 +1,7 @@
 """What each number of a result means; travels with every result, so that two tools can be compared. Floor 3."""
 
 DEFINITIONS: dict[str, str] = {
-    "sent": "the request had been handed to the kernel (t0 of every latency below unless it says due)",
+    "sent": "just before the request is handed to the kernel (t0 of every latency below unless it says due)",
     "due": "when the schedule (open loop), the trace, or the stream that became free (closed loop) called for it",
     "arrival": "when the bytes that complete an event came in: by the kernel's clock (timing=kernel) or at the read "
     "(timing=read); one moment per read",

@@ -156,18 +156,19 @@ class HttpConnection:
         self.is_open = True
 
     def send(self, exchange: Exchange, request: bytes) -> None:
-        """Send a request; `exchange.sent_s` is when the kernel (or the TLS layer) had been given it."""
+        """Send a request; `exchange.sent_s` is the moment just before the kernel (or the TLS layer) is given it.
+
+        Not the moment after: on a busy machine the call often returns late, for it wakes the server, which then runs.
+        """
         self._exchange = exchange
         self._ends_with_close = False
         self.num_requests += 1
+        exchange.sent_s = perf_counter()
         try:
             self._wire.send(request)
         except OSError as error:
-            exchange.sent_s = perf_counter()
             kind = "stale" if self.num_requests > 1 else "cut"
             self.abort(kind, f"could not send the request: {error.strerror}")
-            return
-        exchange.sent_s = perf_counter()
 
     def abort(self, kind: str, text: str) -> None:
         """Give up on the request under way and close the connection."""

@@ -24,6 +24,7 @@ import httptools
 from kvctl.bench.event_loop import new_event_loop
 from kvctl.bench.mock_script import Endpoint, MockScript, StreamPlan, StreamWriter, usage_of, whole_answer
 from kvctl.bench.precise_timer import PreciseTimer
+from kvctl.bench.socket_poller import SocketPoller
 from kvctl.bench.wire import ArrivalClock, SocketWire, Wire
 from kvctl.errors import ConfigError
 
@@ -106,7 +107,7 @@ class MockState:
     def count_prompt(self, prompt: str, num_ids: int) -> tuple[int, int]:
         """Tokens of a prompt and how many of them were seen before as a prefix."""
         words = prompt.split()
-        num_tokens = num_ids or round(len(words) * self.script.tokens_per_word)
+        num_tokens = num_ids or round(len(words) * self.script.tokens_per_word) + prompt.count(".")
         cached_words = 0
         if self.script.prefix_cache:
             block_hash, is_prefix = 0, True
@@ -346,6 +347,7 @@ class MockServer:
         self._loop = asyncio.get_running_loop()
         self._timer = PreciseTimer(self._loop)
         self._clock = ArrivalClock()
+        self._poller = SocketPoller(self._loop)
         self._wires: weakref.WeakSet[SocketWire] = weakref.WeakSet()
         self._state = MockState(script, self._timer, StreamWriter(script), random.Random(script.seed))
         self._loop.add_reader(self._socket.fileno(), self._accept)
@@ -356,6 +358,7 @@ class MockServer:
         self._socket.close()
         for wire in list(self._wires):
             wire.close()
+        self._poller.close()
         self._timer.close()
 
     def _accept(self) -> None:
@@ -365,7 +368,7 @@ class MockServer:
             except BlockingIOError:
                 return
             connection = MockConnection(self._state)
-            wire = SocketWire(self._loop, sock, self._clock, connection)
+            wire = SocketWire(self._poller, sock, self._clock, connection)
             self._wires.add(wire)
             connection.attach(wire)
 

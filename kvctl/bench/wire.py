@@ -17,6 +17,7 @@ from array import array
 from time import CLOCK_REALTIME, clock_gettime_ns, perf_counter, perf_counter_ns
 from typing import Protocol, cast
 
+from kvctl.bench.socket_poller import READ, WRITE, SocketPoller
 from kvctl.metrics.log_histogram import LogHistogram
 
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module of Python 3.11 does not name it
@@ -100,22 +101,20 @@ class Wire(Protocol):
 class SocketWire:
     """A plain TCP connection, read with the kernel's time stamps."""
 
-    __slots__ = ("__weakref__", "_clock", "_fd", "_loop", "_receiver", "_recvmsg", "_socket", "_unsent")
+    __slots__ = ("__weakref__", "_clock", "_fd", "_poller", "_receiver", "_recvmsg", "_socket", "_unsent")
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, clock: ArrivalClock, receiver: Receiver
-    ) -> None:
+    def __init__(self, poller: SocketPoller, sock: socket.socket, clock: ArrivalClock, receiver: Receiver) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-        self._loop = loop
+        self._poller = poller
         self._socket = sock
         self._recvmsg = sock.recvmsg
         self._fd = sock.fileno()
         self._clock = clock
         self._receiver = receiver
         self._unsent = bytearray()
-        loop.add_reader(self._fd, self._on_readable)
+        poller.add(self._fd, self._on_ready)
 
     def send(self, data: bytes) -> None:
         """Hand bytes to the kernel now as far as it takes them, the rest when it does."""
@@ -129,15 +128,13 @@ class SocketWire:
                 sent = 0
             if sent == len(data):
                 return
-            self._loop.add_writer(self._fd, self._on_writable)
+            self._poller.watch_writes(self._fd, True)
         self._unsent += memoryview(data)[sent:]
 
     def close(self) -> None:
         """Close; `lost` is not called any more."""
         if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            if self._unsent:
-                self._loop.remove_writer(self._fd)
+            self._poller.remove(self._fd)
             self._fd = -1
             self._socket.close()
 
@@ -146,6 +143,12 @@ class SocketWire:
         if self._fd >= 0:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close()
+
+    def _on_ready(self, mask: int) -> None:
+        if mask & WRITE and self._unsent:
+            self._on_writable()
+        if mask & READ and self._fd >= 0:
+            self._on_readable()
 
     def _on_readable(self) -> None:
         try:
@@ -173,7 +176,7 @@ class SocketWire:
             return
         del self._unsent[:sent]
         if not self._unsent:
-            self._loop.remove_writer(self._fd)
+            self._poller.watch_writes(self._fd, False)
 
     def _lose(self, error: OSError | None) -> None:
         self.close()
@@ -222,7 +225,7 @@ class TransportWire(asyncio.Protocol):
 
 
 async def connect(
-    loop: asyncio.AbstractEventLoop,
+    poller: SocketPoller | None,
     address: tuple[str, int],
     clock: ArrivalClock,
     receiver: Receiver,
@@ -230,12 +233,13 @@ async def connect(
     tls: ssl.SSLContext | None = None,
     server_hostname: str | None = None,
 ) -> Wire:
-    """Open a connection to an IP address.
+    """Open a connection to an IP address: read by the kernel's clock when there is a poller and no TLS.
 
     Raises:
         OSError: refused, unreachable or no TLS (ssl.SSLError is an OSError).
     """
-    if tls is not None or not clock.uses_kernel:
+    loop = asyncio.get_running_loop()
+    if tls is not None or poller is None:
         clock.uses_kernel = False
         _, wire = await loop.create_connection(
             lambda: TransportWire(receiver), *address, ssl=tls, server_hostname=server_hostname
@@ -245,7 +249,7 @@ async def connect(
     sock.setblocking(False)
     try:
         await loop.sock_connect(sock, address)
-        return SocketWire(loop, sock, clock, receiver)
+        return SocketWire(poller, sock, clock, receiver)
     except BaseException:
         sock.close()
         raise
