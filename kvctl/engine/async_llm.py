@@ -15,6 +15,7 @@ from kvctl.core.step import StepResult
 from kvctl.engine.config import EngineConfig, EngineInfo
 from kvctl.engine.engine_client import EngineClient
 from kvctl.engine.engine_metrics import EngineMetrics
+from kvctl.engine.engine_process import SpawnedEngine, spawn_engine
 from kvctl.engine.input_processor import InputProcessor
 from kvctl.engine.output_processor import OutputProcessor
 from kvctl.engine.request_output import RequestOutput
@@ -23,7 +24,6 @@ from kvctl.engine.wire import AbortRequests, EngineRequest
 from kvctl.errors import EngineDead, InvalidRequest, KvctlError
 from kvctl.metrics.recorder import Recorder
 
-DEFAULT_BUILDER: Final = "kvctl.engine.build:build_engine_core"
 _DRAIN_POLL_S: Final = 0.02
 
 
@@ -100,7 +100,7 @@ class AsyncLLM:
         vocab_size: int,
         on_dead: Callable[[EngineDead], None] | None = None,
         on_report: Callable[[str], None] | None = None,
-        builder: str = DEFAULT_BUILDER,
+        spawned: SpawnedEngine | None = None,
     ) -> "AsyncLLM":
         """Start the engine process and wait until it takes requests.
 
@@ -108,7 +108,7 @@ class AsyncLLM:
             eos_token_ids, vocab_size: from `model_source.read_model_facts`.
             on_dead: called once, in the event loop, when the engine process ends although nobody asked it to.
             on_report: gets each line the engine reports while it starts (memory budget, KV cache size).
-            builder: "package.module:function" with the signature of `engine.build.build_engine_core`.
+            spawned: from `spawn_engine()`, called earlier to save time; owned here from now on.
 
         Raises:
             KvctlError: of the class that the engine raised while starting (ModelBroken, OutOfMemory, ...).
@@ -116,7 +116,7 @@ class AsyncLLM:
         """
         metrics = EngineMetrics(recorder)
         llm = cls(OutputProcessor(tokenizer, metrics), metrics, on_dead, on_report)
-        llm._client, info = await EngineClient.start(builder, config, llm)
+        llm._client, info = await EngineClient.start(spawned or spawn_engine(), config, llm)
         llm._info = info
         llm._inputs = InputProcessor(info, tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
         metrics.engine_started(info)

@@ -1,4 +1,4 @@
-"""The parent's end of the engine process, in asyncio: starts it, sends, dispatches what it says, ends it.
+"""The parent's end of the engine process, in asyncio: has it start, sends, dispatches what it says, ends it.
 
 Knows no text and no streams of requests. One `EngineListener` hears everything; `engine_died` is called once, and
 never after `stop()` was called. Floor 2, imports no torch.
@@ -12,7 +12,7 @@ from typing import Final, Protocol, cast
 
 from kvctl.core.step import StepResult
 from kvctl.engine.config import EngineConfig, EngineInfo
-from kvctl.engine.engine_process import describe_exit, spawn_engine
+from kvctl.engine.engine_process import SpawnedEngine, describe_exit
 from kvctl.engine.wire import (
     EngineFailed,
     EngineReady,
@@ -68,19 +68,18 @@ class EngineClient(asyncio.Protocol):
 
     @classmethod
     async def start(
-        cls, builder: str, config: EngineConfig, listener: EngineListener
+        cls, spawned: SpawnedEngine, config: EngineConfig, listener: EngineListener
     ) -> tuple["EngineClient", EngineInfo]:
-        """Start the process and wait until it is ready.
+        """Have a spawned process build its engine, and wait until it is ready.
 
         Raises:
             KvctlError: what the engine raised while starting, as the same class.
             EngineDead: it ended without a word.
         """
-        process, connection = spawn_engine()
-        client = cls(process, listener)
+        client = cls(spawned.process, listener)
         try:
-            await asyncio.get_running_loop().create_connection(lambda: client, sock=connection)
-            client.send(StartEngine(builder, config))
+            await asyncio.get_running_loop().create_connection(lambda: client, sock=spawned.connection)
+            client.send(StartEngine(config))
             info = await client._ready
         except BaseException:
             await client.stop()

@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol
@@ -78,21 +79,34 @@ class Core(Protocol):
         ...
 
 
+DEFAULT_BUILDER: Final = "kvctl.engine.build:build_engine_core"
 Builder = Callable[[EngineConfig, Clock, Callable[[str], None]], tuple[Core, EngineInfo]]
 
 
 # ---- in the parent ----
 
 
-def spawn_engine() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the engine process; return it and the parent's end of the socket. Its output goes to stderr.
+@dataclass(frozen=True, slots=True)
+class SpawnedEngine:
+    """An engine process that imports what it needs and waits for `StartEngine` on the parent's end of its socket."""
 
-    The child sees the parent's `sys.path`, and its first message must be `StartEngine`.
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+
+def spawn_engine(builder: str = DEFAULT_BUILDER) -> SpawnedEngine:
+    """Start the engine process, with the parent's `sys.path`. Its output goes to stderr.
+
+    A server calls this before it looks for its model: importing torch takes longer than all of that. A process
+    that is never used ends with the parent, or when its socket is closed.
+
+    Args:
+        builder: "package.module:function" with the signature of `engine.build.build_engine_core`.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)}
-        command = [sys.executable, "-P", "-m", "kvctl.engine.engine_process", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "kvctl.engine.engine_process", str(theirs.fileno()), builder]
         # A Ctrl-C before the child ignores SIGINT would kill it: it starts with the signal blocked.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -104,7 +118,7 @@ def spawn_engine() -> tuple[subprocess.Popen[bytes], socket.socket]:
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    return process, ours
+    return SpawnedEngine(process, ours)
 
 
 def describe_exit(return_code: int | None) -> str:
@@ -261,21 +275,22 @@ def _log(text: str) -> None:
     print(f"kvctl engine: {text}", file=sys.stderr, flush=True)
 
 
-def _build(channel: _Channel) -> tuple[Core, EngineInfo]:
+def _build(builder_name: str, channel: _Channel) -> tuple[Core, EngineInfo]:
+    builder = _load_builder(builder_name)  # imports torch, while the parent still makes up its mind
     messages = channel.receive(wait=True)
     start = messages[0]
     channel.put_back(messages[1:])  # requests may follow at once
     if not isinstance(start, StartEngine):
         raise EngineDead(f"the engine was not told what to start, but got {type(start).__name__}")
-    return _load_builder(start.builder)(start.config, time.monotonic, lambda line: channel.send(ReportLine(line)))
+    return builder(start.config, time.monotonic, lambda line: channel.send(ReportLine(line)))
 
 
-def serve(connection: socket.socket) -> int:
+def serve(connection: socket.socket, builder_name: str) -> int:
     """Build the engine and run it over `connection`; return the exit code of the process."""
     channel = _Channel(connection)
     is_built = False
     try:
-        core, info = _build(channel)
+        core, info = _build(builder_name, channel)
         is_built = True
         gc.collect()
         gc.freeze()  # what was built stays: the collector need not look at it again during steps
@@ -300,14 +315,14 @@ def _bug(error: Exception) -> WireError:
 
 
 def main(argv: list[str]) -> int:
-    """Run as the engine process; `argv` is the number of the inherited socket's file descriptor."""
+    """Run as the engine process; `argv`: the inherited socket's file descriptor, and the builder's name."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()  # a crash in native code leaves the Python stack in the log
     connection = socket.socket(fileno=int(argv[0]))
     connection.set_inheritable(False)  # a compiler started from here must not keep the line open
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True, name="parent-watch").start()
-    return serve(connection)
+    return serve(connection, argv[1])
 
 
 if __name__ == "__main__":

@@ -56,9 +56,8 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StartEngine(_Message, frozen=True):
-    """The first message: build `config` with the callable `builder` names ("package.module:function")."""
+    """The first message: what to build."""
 
-    builder: str
     config: EngineConfig
 
 

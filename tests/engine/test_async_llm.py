@@ -12,6 +12,7 @@ import pytest
 from kvctl.core.request import FinishReason
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.engine.async_llm import AsyncLLM, _Stream
+from kvctl.engine.engine_process import spawn_engine
 from kvctl.engine.request_output import RequestOutput
 from kvctl.errors import EngineDead, InvalidRequest, ModelBroken
 from kvctl.metrics.recorder import InMemoryRecorder
@@ -31,7 +32,7 @@ async def running(builder="tests.support.fakes:build_echo_core", *, on_dead=None
         recorder=InMemoryRecorder(),
         eos_token_ids=frozenset({EOS_ID}),
         vocab_size=VOCAB_SIZE,
-        builder=builder,
+        spawned=spawn_engine(builder),
         on_dead=on_dead,
         on_report=on_report,
     )
@@ -439,8 +440,9 @@ def test_a_blocked_event_loop_does_not_lose_output():
     async def main():
         async with running() as llm:
             stream = generate(llm, b"abc", max_tokens=400)
-            await anext(stream)
+            first = await anext(stream)
             time.sleep(0.3)
-            assert sum(len(output.token_ids_delta) for output in await collect(stream)) >= 399
+            outputs = [first, *await collect(stream)]
+            assert sum(len(output.token_ids_delta) for output in outputs) == 400
 
     asyncio.run(main())

@@ -28,11 +28,12 @@ class Engine:
     """A blocking client. Every wait has a limit, so that a hang is a failure."""
 
     def __init__(self, builder=BUILDER, **config):
-        self.process, self.socket = spawn_engine()
+        spawned = spawn_engine(builder)
+        self.process, self.socket = spawned.process, spawned.connection
         self.socket.settimeout(20)
         self.reader = wire.FrameReader()
         self.messages = []
-        self.send(wire.StartEngine(builder, engine_config(**config)))
+        self.send(wire.StartEngine(engine_config(**config)))
 
     def send(self, message):
         self.socket.sendall(wire.encode_frame(message))
@@ -184,15 +185,20 @@ def test_a_failed_start_says_why_as_the_same_class(capfd, start, folder, kind, m
     assert ("Traceback" in capfd.readouterr().err) == (folder == "bug")
 
 
-def test_a_builder_that_does_not_exist_is_named(capfd):
-    process, line = spawn_engine()
-    with line:
-        line.sendall(wire.encode_frame(wire.StartEngine("tests.support.fakes:nothing", engine_config())))
-        line.settimeout(20)
-        (payload,) = wire.FrameReader().feed(line.recv(1 << 16))
-        assert process.wait(timeout=20) == 1
-    assert "nothing" in wire.decode_from_engine(payload).error.message
+@pytest.mark.parametrize(
+    ("builder", "word"), [("tests.support.fakes:nothing", "'nothing'"), ("missing.module:f", "'missing'")]
+)
+def test_a_builder_that_does_not_exist_is_named(capfd, start, builder, word):
+    engine = start(builder=builder)
+    assert word in engine.until(wire.EngineFailed).error.message
+    assert engine.exit_code() == 1
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_one_that_is_never_told_to_start_ends_with_its_line():
+    spawned = spawn_engine(BUILDER)
+    spawned.connection.close()
+    assert spawned.process.wait(timeout=20) == 0
 
 
 def test_an_error_in_a_step_ends_the_process_loudly(capfd, start):

@@ -67,7 +67,7 @@ def test_requests_cross_unchanged():
 
 def test_the_configuration_and_what_came_of_it_cross_unchanged():
     config = engine_config()
-    assert there(wire.StartEngine("a:b", config)) == wire.StartEngine("a:b", config)
+    assert there(wire.StartEngine(config)) == wire.StartEngine(config)
     _, info = build_echo_core(config, lambda: 0.0, lambda line: None)
     assert back(wire.EngineReady(info)).info == info
 
