@@ -1,8 +1,17 @@
-"""Fixtures for tests of any folder."""
+"""Settings and fixtures of the whole suite.
 
+Triton reads its interpreter switch while it is imported, and any test may import it (torch does): so it is set here,
+before all of them. On a machine with a GPU the kernels run on that.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidia0").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @pytest.fixture(scope="session")
