@@ -30,7 +30,7 @@ class Traits:
     """How a family's decoder layer differs from Llama's."""
 
     gated: bool = True  # three MLP matrices; False: two
-    mlp_bias: bool | None = False  # None: the config's mlp_bias says
+    mlp_bias: bool | None = None  # None: the config's mlp_bias says
     qkv_bias: bool | None = None  # None: the config's attention_bias says
     o_bias: bool | None = None
     norm_bias: bool = False  # LayerNorm with bias instead of RMSNorm

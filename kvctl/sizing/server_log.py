@@ -94,6 +94,14 @@ _LINES: tuple[tuple[str, re.Pattern[str], Any], ...] = tuple(
     )
 )
 _K_V_SIZE = re.compile(rf"K size: {_NUMBER} GB, V size: {_NUMBER} GB")
+_MARKS = (
+    ("sglang", ("sglang", "mem_fraction_static")),
+    ("kvctl", ("kvctl",)),
+    (
+        "vllm",
+        ("vllm", "gpu kv cache size", "llm engine (v", "pytorch activation peak", "# gpu blocks", "# cuda blocks"),
+    ),
+)
 _SMALLEST = {"kv_bytes", "kv_tokens", "num_blocks"}
 
 
@@ -115,6 +123,6 @@ def parse_server_log(text: str) -> ServerLog:
             found["engine"] = "sglang"
     if "engine" not in found:
         lowered = text.lower()
-        found["engine"] = next((e for e in ("sglang", "vllm", "kvctl") if e in lowered), None)
+        found["engine"] = next((name for name, marks in _MARKS if any(mark in lowered for mark in marks)), None)
     known = {f.name for f in fields(ServerLog)}
     return ServerLog(**{k: v for k, v in found.items() if k in known})

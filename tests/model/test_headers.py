@@ -97,7 +97,10 @@ def make_gguf(path: Path, arch: str = "llama") -> int:
     writer.add_head_count_kv(2)
     writer.add_context_length(4096)
     writer.add_token_list([f"t{i}" for i in range(5000)])
-    arrays = {"token_embd.weight": np.ones((5000, 64), np.float16), "blk.0.attn_q.weight": np.ones((64, 64), np.float32)}
+    arrays = {
+        "token_embd.weight": np.ones((5000, 64), np.float16),
+        "blk.0.attn_q.weight": np.ones((64, 64), np.float32),
+    }
     for name, array in arrays.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()

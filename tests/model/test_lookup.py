@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
     """Serves one model with a single weight file, by range only."""
 
     weights = b""
-    asked: list[str] = []
+    asked: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self._answer(body=False)

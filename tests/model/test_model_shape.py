@@ -83,7 +83,7 @@ def test_unsaid_patterns_are_those_of_transformers(family: str, fields: dict[str
     listed = getattr(theirs, "layer_types", None) or theirs.layers_block_type
     windowed = {"sliding_attention": "sliding", "chunked_attention": "chunked", "linear_attention": "state"}
     kinds = [windowed.get(name, "state" if name == "mamba" else "full") for name in listed]
-    shared = fields and 0 or raw.get("num_kv_shared_layers") or 0
+    shared = raw.get("num_kv_shared_layers") or 0
     expected = kinds[: len(kinds) - shared] + ["shared"] * shared
     assert [layer.kind.value for layer in ours.layers] == expected
 

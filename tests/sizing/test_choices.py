@@ -1,0 +1,94 @@
+"""Users, comparisons, recommendations and advice: what is claimed to fit fits when asked again."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvctl.model.hardware import all_hardware, find_hardware
+from kvctl.sizing.advice import advise
+from kvctl.sizing.recommend import Demand, compare, obstacle, recommend, serve_command
+from kvctl.sizing.request import SizeRequest, size_up
+from kvctl.sizing.sized_model import load_model
+from kvctl.sizing.users import users_fit
+
+
+def request(name: str = "meta-llama/Llama-3.1-8B-Instruct", gpu: str | None = "l40s", **choices) -> SizeRequest:
+    return SizeRequest(model=load_model(name), hardware=find_hardware(gpu) if gpu else None, **choices)
+
+
+def test_the_most_users_fit_and_one_more_does_not() -> None:
+    answer = size_up(request(max_model_len=8192))
+    most = users_fit(answer, 1, 8192)
+    assert most is not None and most.max_users > 1
+    for users, fits in ((most.max_users, True), (most.max_users + 1, False)):
+        found = users_fit(answer, users, 8192)
+        assert found is not None and found.fits is fits
+
+
+def test_a_shared_prefix_is_charged_once() -> None:
+    answer = size_up(request(max_model_len=8192))
+    alone, shared = users_fit(answer, 10, 8192), users_fit(answer, 10, 8192, shared=4096)
+    assert alone is not None and shared is not None
+    assert shared.needed_blocks == 256 + 10 * 256
+    assert alone.needed_blocks == 10 * 512
+    assert shared.max_users > alone.max_users
+
+
+def test_the_longest_context_of_so_many_users_fits() -> None:
+    answer = size_up(request())
+    found = users_fit(answer, 16, 4096)
+    assert found is not None
+    again = users_fit(answer, 16, found.max_context_tokens)
+    assert again is not None and again.fits
+
+
+def test_a_comparison_keeps_the_order_and_larger_cards_hold_more() -> None:
+    gpus = [find_hardware(n) for n in ("l40s", "a100-80g", "h200")]
+    rows = compare(request(gpu=None), Demand(4, 16_384), gpus, ["bf16", "fp8"])
+    assert [r.label for r in rows] == [f"{g.id} {k}" for g in gpus for k in ("bf16", "fp8")]
+    held = [r.users.max_users for r in rows if r.users]
+    assert held[0] < held[2] < held[4]
+    assert held[1] == pytest.approx(2 * held[0], abs=2)
+
+
+def test_the_recommendation_fits_and_no_cheaper_single_card_does() -> None:
+    demand = Demand(20, 8192)
+    machines = [p for p in all_hardware() if not p.is_cpu]
+    best = recommend(request(gpu=None, engine="vllm"), demand, machines)
+    assert best is not None and best.fits and best.usd_per_hour is not None
+    cheaper = [p for p in machines if p.usd_per_hour and sum(p.usd_per_hour) / 2 < best.usd_per_hour]
+    for row in compare(request(gpu=None, engine="vllm", max_model_len=8192), demand, cheaper, ["auto", "fp8"]):
+        if row.request.kv_dtype == "auto":
+            assert not row.fits
+
+
+def test_nothing_is_recommended_where_nothing_fits() -> None:
+    assert recommend(request(gpu=None), Demand(10_000, 100_000), [find_hardware("t4")]) is None
+
+
+def test_commands_carry_the_choice_and_kvctl_says_what_it_cannot() -> None:
+    best = recommend(
+        request("meta-llama/Llama-3.1-70B-Instruct", None, engine="vllm"), Demand(4, 8192), [find_hardware("h100")]
+    )
+    assert best is not None
+    line = serve_command(best, "vllm serve")
+    assert line.startswith("vllm serve meta-llama/Llama-3.1-70B-Instruct --max-model-len 8192")
+    assert f"--tensor-parallel-size {best.request.parallel.tensor}" in line
+    assert obstacle(best, "kvctl serve") == "it runs on one GPU"
+
+
+def test_advice_for_what_does_not_fit_names_a_length_that_does() -> None:
+    tight = request("Qwen/Qwen2.5-7B-Instruct", "rtx-4090")
+    answer = size_up(replace(tight, max_model_len=131_072))
+    assert answer.fits is False
+    length = next(line for line in advise(answer) if line.startswith("--max-model-len"))
+    assert size_up(replace(tight, max_model_len=int(length.split()[1]))).fits
+
+
+def test_advice_on_hybrids_warns_of_large_blocks() -> None:
+    lines = advise(size_up(request("Qwen/Qwen3.5-35B-A3B", "h100", engine="vllm", quantization="fp8")))
+    assert any("1,056 tokens" in line for line in lines) or any("no capacity" in line for line in lines)
+
+
+def test_advice_without_memory_says_what_to_add() -> None:
+    assert "--gpu" in advise(size_up(request(gpu=None)))[0]
