@@ -213,6 +213,7 @@ PerformanceMode = Annotated[
     ModeName,
     _option(SCHEDULER, "balanced, throughput (doubles default tokens and requests) or interactivity.", metavar="MODE"),
 ]
+AsyncScheduling = Annotated[bool, _option(SCHEDULER, "Plan the next step while one runs.")]
 
 # ---- API ----
 Host = Annotated[str, _option(API, "Address to listen on; 0.0.0.0 for all.", metavar="ADDRESS")]
@@ -265,6 +266,7 @@ ShutdownTimeout = Annotated[
 Device = Annotated[DeviceName, _option(DEVICE, "Where the model runs.")]
 Threads = Annotated[int | None, _size(DEVICE, "CPU threads; all cores.", parse_positive, "THREADS")]
 CpuKernels = Annotated[CpuKernelsName, _option(DEVICE, "native: compiled at first use; torch: always there.")]
+EnforceEager = Annotated[bool, _option(DEVICE, "On CUDA: no captured graphs.")]
 
 # ---- Observability ----
 LogLevel = Annotated[LogLevelName, _option(OBSERVABILITY, "Of this server's log.", metavar="LEVEL")]

@@ -46,6 +46,7 @@ def serve(
     scheduler_reserve_full_isl: o.SchedulerReserveFullIsl = True,
     watermark: o.Watermark = 0.0,
     performance_mode: o.PerformanceMode = o.ModeName.BALANCED,
+    async_scheduling: o.AsyncScheduling = True,
     host: o.Host = "127.0.0.1",
     port: o.Port = 8000,
     uds: o.Uds = None,
@@ -67,6 +68,7 @@ def serve(
     device: o.Device = o.DeviceName.AUTO,
     threads: o.Threads = None,
     cpu_kernels: o.CpuKernels = o.CpuKernelsName.AUTO,
+    enforce_eager: o.EnforceEager = False,
     log_level: o.LogLevel = o.LogLevelName.INFO,
     uvicorn_log_level: o.UvicornLogLevel = "info",
     disable_uvicorn_access_log: o.DisableUvicornAccessLog = False,
@@ -107,6 +109,7 @@ def build_config(values: dict[str, Any]) -> "ServeConfig":
             gpu_memory_utilization=values["gpu_memory_utilization"],
             kv_cache_memory_bytes=values["kv_cache_memory_bytes"],
             num_gpu_blocks_override=values["num_gpu_blocks_override"],
+            enforce_eager=values["enforce_eager"],
         ),
         network=_network_options(values),
         api=_api_options(values),
@@ -151,6 +154,7 @@ def _scheduler_options(values: dict[str, Any]) -> "SchedulerOptions":
         reserve_full_isl=values["scheduler_reserve_full_isl"],
         watermark=values["watermark"],
         performance_mode=values["performance_mode"].value,
+        async_scheduling=values["async_scheduling"],
     )
 
 

@@ -16,7 +16,6 @@ from kvctl.errors import ConfigError
 IGNORED: Final[dict[str, bool]] = {
     "--aggregate-engine-logging": False,
     "--api-server-count": True,
-    "--async-scheduling": False,
     "--attention-backend": True,
     "--collect-detailed-traces": True,
     "--compilation-config": True,
@@ -38,7 +37,6 @@ IGNORED: Final[dict[str, bool]] = {
     "--enable-prompt-tokens-details": False,
     "--enable-server-load-tracking": False,
     "--enable-sleep-mode": False,
-    "--enforce-eager": False,
     "--fingerprint-mode": True,
     "--h11-max-header-count": True,
     "--h11-max-incomplete-event-size": True,

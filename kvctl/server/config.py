@@ -44,6 +44,7 @@ class SchedulerOptions:
     reserve_full_isl: bool = True
     watermark: float = 0.0
     performance_mode: PerformanceMode = "balanced"
+    async_scheduling: bool = True
 
 
 @dataclass(frozen=True, slots=True)

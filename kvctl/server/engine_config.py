@@ -122,6 +122,7 @@ def build_engine_config(config: ServeConfig, facts: ModelFacts, folder: Path) ->
         scheduler=build_scheduler_config(config.scheduler, max_model_len, find_gpu(config.device)),
         cache=config.cache,
         device=config.device,
+        async_scheduling=config.scheduler.async_scheduling,
     )
 
 

@@ -1,24 +1,26 @@
 """Runs a server from its configuration to its end: socket, model, engine process, API, drain, exit.
 
-    port ─► model folder ─► engine process starts ─┬─ loads the model ──────────────┬─► ready ─► serve ─► drain ─► end
-                                                   └─ this process: web stack, app ─┘
-The port is taken first (a taken one is told at once), the web stack is imported while the engine process loads.
+    port ─► engine process ─┬─ imports torch ─────────────► loads the model ─┬─► ready ─► serve ─► drain ─► end
+                            └─ this process: model folder, ─► web stack, app ─┘
+The port is taken first: a taken one is told at once. Then both processes prepare at the same time.
 What ends it: SIGTERM or SIGINT (drain up to the timeout, then abort; exit 0), a second one (at once), the death of
 the engine (clients get an error, exit 1, so that a supervisor starts it again). Floor 3.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvctl import __version__
 from kvctl.engine.async_llm import AsyncLLM
 from kvctl.engine.config import EngineConfig, EngineInfo
+from kvctl.engine.engine_process import SpawnedEngine, spawn_engine
 from kvctl.engine.model_source import ModelFacts, ModelSource, read_model_facts, resolve_model
 from kvctl.engine.tokenizer import Tokenizer
 from kvctl.errors import EngineDead
@@ -55,12 +57,25 @@ def launch(config: ServeConfig) -> None:
         quiet_paths=config.network.quiet_paths,
     )
     raise_file_limit()
-    with listen(config.network) as listener:
+    with listen(config.network) as listener, _engine_process() as spawned:
         source = resolve_model(config.model.name, revision=config.model.revision)
         facts = read_model_facts(source.folder)
-        server = _Server(config, source, facts, listener, started_s)
+        server = _Server(config, source, facts, listener, spawned, started_s)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(server.run())
+
+
+@contextlib.contextmanager
+def _engine_process() -> Iterator[SpawnedEngine]:
+    """Start the engine process, and make sure that it is gone at the end, used or not."""
+    spawned = spawn_engine()
+    try:
+        yield spawned
+    finally:
+        spawned.connection.close()
+        if spawned.process.poll() is None:
+            spawned.process.kill()
+        spawned.process.wait()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -76,12 +91,19 @@ class _Server:
     """One run of the server. `run()` returns when all is over."""
 
     def __init__(
-        self, config: ServeConfig, source: ModelSource, facts: ModelFacts, listener: socket.socket, started_s: float
+        self,
+        config: ServeConfig,
+        source: ModelSource,
+        facts: ModelFacts,
+        listener: socket.socket,
+        spawned: SpawnedEngine,
+        started_s: float,
     ) -> None:
         self._config = config
         self._source = source
         self._facts = facts
         self._listener = listener
+        self._spawned = spawned
         self._started_s = started_s
         self._stop = asyncio.Event()
         self._death: EngineDead | None = None
@@ -125,7 +147,7 @@ class _Server:
         tokenizer = Tokenizer.load(folder, chat_template=read_chat_template(config.model.chat_template))
         starting = asyncio.create_task(self._start_engine(engine_config, tokenizer, recorder))
         try:
-            await asyncio.sleep(0.001)  # the engine process starts now; importing would hold the loop
+            await asyncio.sleep(0.001)  # the engine is told its model now; importing would hold the loop
             from kvctl.server import web
 
             llm = await starting
@@ -160,6 +182,7 @@ class _Server:
             vocab_size=self._facts.vocab_size,
             on_dead=self._on_engine_dead,
             on_report=logger.info,
+            spawned=self._spawned,
         )
 
     def _on_engine_dead(self, error: EngineDead) -> None:

@@ -72,6 +72,7 @@ def test_a_vllm_command_line_just_works(parse, capsys):
     assert config.model.name == "org/model" and config.model.served_names == ("a", "b")
     assert config.model.max_model_len == 32_000 and config.model.dtype == "float16"
     assert config.scheduler.max_num_seqs == 64 and config.scheduler.policy == "priority"
+    assert config.device.enforce_eager and config.scheduler.async_scheduling
     assert not config.cache.enable_prefix_caching and config.device.kv_cache_memory_bytes == int(12.3 * 2**30)
     assert config.api.api_keys == ("k1", "k2") and not config.network.access_log
     assert config.shutdown_timeout_s == 30
@@ -115,9 +116,9 @@ def test_flags_that_change_nothing_are_taken(parse, flags):
 
 
 def test_ignored_flags_are_told_and_the_tables_do_not_contradict_each_other(capsys):
-    assert list(translate(["m", "--enforce-eager", "--swap-space", "4", "--port", "1"])) == ["m", "--port", "1"]
+    assert list(translate(["m", "--use-tqdm-on-load", "--swap-space", "4", "--port", "1"])) == ["m", "--port", "1"]
     told = capsys.readouterr().err
-    assert "--enforce-eager is ignored" in told and "--swap-space is ignored" in told
+    assert "--use-tqdm-on-load is ignored" in told and "--swap-space is ignored" in told
     assert not set(IGNORED) & set(REFUSED) and not (set(IGNORED) | set(REFUSED)) & set(REFUSED_SWITCHES)
     ours = {option for p in _serve_command().params for option in (*p.opts, *p.secondary_opts)}
     assert not ours & (set(IGNORED) | set(REFUSED) | set(REFUSED_SWITCHES))
