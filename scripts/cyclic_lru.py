@@ -11,6 +11,7 @@ reports cached tokens; of one with vLLM's metrics the counter is compared too. N
 """
 
 import argparse
+import os
 import random
 import secrets
 import sys
@@ -61,7 +62,9 @@ def main() -> int:
     documents = [[dice.randrange(1000, 20_000) for _ in range(options.tokens)] for _ in range(options.documents)]
     orders = [("in order", documents), ("again in order", documents), ("in reverse", documents[::-1])]
     totals = []
-    with httpx.Client(base_url=options.url, timeout=300, trust_env=False) as client:
+    key = os.environ.get("KVCTL_API_KEY") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=options.url, timeout=300, trust_env=False, headers=headers) as client:
         try:
             model = options.model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         except httpx.HTTPError as error:

@@ -70,7 +70,9 @@ def wait_ready(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
 
 def ask(url: str, question: str) -> None:
     """Send one streamed chat request; print the answer as it arrives, then its TTFT and speed."""
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    key = os.environ.get("KVCTL_API_KEY") or os.environ.get("VLLM_API_KEY")  # the server asks for it then
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, timeout=120, trust_env=False, headers=headers) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         body = {
             "model": model,
@@ -129,7 +131,10 @@ def main() -> int:
     with running_server(["--port", str(port), *serve_options], log) as server:
         wait_ready(url, server, log)
         print(f"Ready after {time.monotonic() - start:.1f} s.", flush=True)
-        ask(url, options.question)
+        try:
+            ask(url, options.question)
+        except httpx.HTTPError as error:
+            sys.exit(f"\nquickstart: the request failed: {error}. The server's log: {log}")
         if not options.once:
             print(f"Still serving on {url}; Ctrl-C stops it. Try another question from another terminal:\n")
             print(
@@ -137,7 +142,9 @@ def main() -> int:
        -d '{{"messages": [{{"role": "user", "content": "Who are you?"}}]}}'\n""",
                 flush=True,
             )
-            return server.wait()
+            code = server.wait()
+            print(f"The server ended with exit code {code}; its log: {log}")
+            return code
     return 0
 
 
