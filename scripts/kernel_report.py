@@ -16,12 +16,13 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
-from kvctl_kernels import aot
-from kvctl_kernels.configs import ARCHS
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from kvctl_kernels import aot
+from kvctl_kernels.configs import ARCHS
 
 
 def main() -> int:

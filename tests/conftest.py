@@ -1,4 +1,4 @@
-"""Settings and fixtures of the whole suite.
+"""Fixtures and settings of the whole suite.
 
 Triton reads its interpreter switch while it is imported, and any test may import it (torch does): so it is set here,
 before all of them. On a machine with a GPU the kernels run on that.

@@ -30,6 +30,7 @@ class AttentionMetadata:
     max_seq_len: int
     query_lens_list: Sequence[int]
     seq_lens_list: Sequence[int]
+    num_shared_blocks: int = 0  # leading blocks that all decode requests have in common; 0 also: not looked for
 
     @classmethod
     def from_lists(

@@ -15,10 +15,12 @@ from kvctl.core.block_pool import BlockPool
 from kvctl.core.engine_core import Clock, EngineCore
 from kvctl.core.kv_cache_groups import group_layers
 from kvctl.core.kv_cache_manager import KVCacheManager
+from kvctl.core.pipelined_engine_core import PipelinedEngineCore
 from kvctl.core.scheduler import Scheduler
 from kvctl.engine.config import EngineConfig, EngineInfo
+from kvctl.engine.decode_graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from kvctl.engine.device import free_device_bytes, resolve_device, resolve_dtype, set_cpu_threads
-from kvctl.engine.kv_cache import allocate_kv_cache
+from kvctl.engine.kv_cache import KVCache, allocate_kv_cache
 from kvctl.engine.layers.linear import select_linears
 from kvctl.engine.memory_budget import MemoryBudget, cpu_budget, cuda_budget
 from kvctl.engine.model_runner import TorchModelRunner
@@ -96,11 +98,36 @@ def build_engine_core(
         max_model_len=config.scheduler.max_model_len,
         num_groups=len(groups),
         device=loaded.device,
+        decode_graphs=_capture_decode_graphs(config, loaded, kv_cache, len(groups), report),
     )
     pool = BlockPool(plan.num_blocks, config.cache.enable_prefix_caching)
     manager = KVCacheManager(pool, config.cache, groups, max_step_tokens=config.scheduler.max_num_batched_tokens)
-    core = EngineCore(Scheduler(config.scheduler, manager), runner, clock)
+    make_core = PipelinedEngineCore if config.async_scheduling else EngineCore
+    core = make_core(Scheduler(config.scheduler, manager), runner, clock)
     return core, _info(config, loaded, plan, kv_cache.total_bytes, lines)
+
+
+def _capture_decode_graphs(
+    config: EngineConfig, loaded: _LoadedModel, kv_cache: KVCache, num_groups: int, report: Callable[[str], None]
+) -> DecodeGraphs | None:
+    """Graphs for decode steps on a GPU whose kernels can be captured; None: run every step eagerly."""
+    if loaded.device.type != "cuda" or config.device.enforce_eager or loaded.attention_backend != "triton":
+        return None
+    started_s = time.monotonic()
+    sizes = graph_sizes(config.scheduler.max_num_seqs)
+    with torch.inference_mode():
+        graphs = DecodeGraphs(
+            loaded.decoder,
+            kv_cache.layers,
+            CudaGraphs(loaded.device),
+            sizes=sizes,
+            max_blocks=-(-config.scheduler.max_model_len // kv_cache.block_size) + 1,
+            block_size=kv_cache.block_size,
+            num_groups=num_groups,
+            device=loaded.device,
+        )
+    report(f"Captured {len(sizes)} decode graphs, up to {sizes[-1]} requests, in {time.monotonic() - started_s:.1f} s")
+    return graphs
 
 
 def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedModel:

@@ -33,6 +33,7 @@ class DeviceConfig:
     gpu_memory_utilization: float = 0.92  # CUDA only
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None  # vLLM's name; holds on every device
+    enforce_eager: bool = False  # CUDA only: no captured graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    async_scheduling: bool = True  # plan the next step while one runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     Padding costs less than 8 rows below 256, and a capture some 0.1 s: the ladder is where both stay small.
     """
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32)]
-    return [*(size for size in ladder if size < max_num_seqs), min(max_num_seqs, ladder[-1])]
+    largest = min(max_num_seqs, ladder[-1])
+    return [*(size for size in ladder if size < largest), largest]
 
 
 class _Lengths(Sequence[int]):

@@ -22,6 +22,16 @@ from kvctl.engine.sampler import SamplingRow
 IntArray = NDArray[np.int64]
 
 
+def num_shared_blocks(tables: NDArray[np.int32], shortest_tokens: int, block_size: int) -> int:
+    """How many leading blocks all rows of `tables` [R, blocks] have in common, whole within every sequence.
+
+    A null block (a window has passed) ends it.
+    """
+    full = shortest_tokens // block_size
+    same = (tables[:, :full] == tables[0, :full]).all(axis=0) & (tables[0, :full] != 0)
+    return full if same.all() else int(same.argmin())
+
+
 class RequestState:
     """One running request as the runner sees it. `token_ids` grows by what is sampled; `sampling` reads it too."""
 
@@ -89,8 +99,10 @@ class InputBatch:
         num_groups: int,
         device: torch.device,
         new_sampling_row: Callable[[NewRequestData], SamplingRow],
+        finds_shared_prefix: bool = False,
     ) -> None:
         self._device = device
+        self._finds_shared_prefix = finds_shared_prefix
         self._new_sampling_row = new_sampling_row
         self._block_size = block_size
         self._states: dict[str, RequestState] = {}
@@ -147,7 +159,9 @@ class InputBatch:
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)  # unpinned memory would make the copy wait
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """Turn the plan, already applied, into tensors."""
@@ -214,9 +228,13 @@ class InputBatch:
         for table in self._tables:
             blocks = table[token_rows, block_of_token].astype(np.int64)
             slots = np.where(blocks == 0, -1, blocks * self._block_size + offsets)
+            own_tables = table[rows, :width]
+            shared = 0
+            if self._finds_shared_prefix and num_decode > 1:
+                shared = num_shared_blocks(own_tables[:num_decode], int(seq_lens[:num_decode].min()), self._block_size)
             found.append(
                 AttentionMetadata(
-                    block_tables=self._upload(table[rows, :width]),
+                    block_tables=self._upload(own_tables),
                     query_start_loc=query_start_loc,
                     seq_lens=seq_lens_tensor,
                     slot_mapping=self._upload(slots),
@@ -225,6 +243,7 @@ class InputBatch:
                     max_seq_len=max_seq_len,
                     query_lens_list=counts_list,
                     seq_lens_list=seq_lens_list,
+                    num_shared_blocks=shared,
                 )
             )
         return tuple(found)

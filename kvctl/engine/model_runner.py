@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvctl.core.step import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
+from kvctl.engine.decode_graphs import DecodeGraphs
 from kvctl.engine.input_batch import InputBatch, RequestState, StepInputs
 from kvctl.engine.kv_cache import KVCache
 from kvctl.engine.logprobs import token_logprobs
@@ -30,8 +31,10 @@ class TorchModelRunner:
         max_model_len: int,
         num_groups: int,
         device: torch.device,
+        decode_graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
+        self._decode_graphs = decode_graphs
         self._kv_cache = kv_cache
         self._sampler = sampler
         self._batch = InputBatch(
@@ -56,19 +59,26 @@ class TorchModelRunner:
         if plan.is_empty:
             return output
         inputs = self._batch.build(plan)
+        if self._decode_graphs is not None and self._decode_graphs.holds(inputs):
+            logits = self._decode_graphs.logits(inputs)
+        else:
+            logits = self._logits(inputs, output)
+        token_ids = self._sample(logits, inputs, output) if inputs.sampled else []
+        self._batch.advance(inputs, token_ids)
+        return output
+
+    def _logits(self, inputs: StepInputs, output: ModelRunnerOutput) -> Tensor:
+        """Run the model; return scores of the rows to sample from. Prompt logprobs that are complete go to `output`."""
         added, residual = self._model.forward(
             inputs.token_ids, inputs.positions, self._kv_cache.layers, inputs.metadata
         )
         if inputs.prompt_pieces:
             output.prompt_logprobs = self._prompt_logprobs(inputs, added, residual)
-        token_ids = self._sample(inputs, added, residual, output) if inputs.sampled else []
-        self._batch.advance(inputs, token_ids)
-        return output
-
-    def _sample(self, inputs: StepInputs, added: Tensor, residual: Tensor, output: ModelRunnerOutput) -> list[int]:
         if inputs.logit_rows is not None:
             added, residual = added.index_select(0, inputs.logit_rows), residual.index_select(0, inputs.logit_rows)
-        logits = self._model.logits(added, residual)
+        return self._model.logits(added, residual)
+
+    def _sample(self, logits: Tensor, inputs: StepInputs, output: ModelRunnerOutput) -> list[int]:
         if inputs.sampled != self._sampled:
             self._sampled = inputs.sampled
             self._sampling_batch = SamplingBatch([state.sampling for state in inputs.sampled])

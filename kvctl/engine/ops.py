@@ -99,6 +99,8 @@ def select_ops(
     Raises:
         ConfigError: "native" was asked for and cannot be had.
     """
+    if torch.device(device).type == "cuda":
+        return _triton_ops(torch.device(device))
     if torch.device(device).type != "cpu" or cpu_kernels == "torch":
         return TorchOps()
     try:
@@ -109,3 +111,11 @@ def select_ops(
         if cpu_kernels == "native":
             raise ConfigError(f"no native CPU kernels: {error}", hint="Leave --cpu-kernels at auto.") from error
         return TorchOps(reason=f"no native CPU kernels: {error}")
+
+
+def _triton_ops(device: torch.device) -> Ops:
+    try:
+        from kvctl_kernels.triton_ops import TritonOps
+    except ImportError as error:
+        return TorchOps(reason=f"no Triton kernels: {error}")
+    return TritonOps(device)

@@ -3,6 +3,8 @@
 Pages that belong to nobody, and the rest of last pages, hold NaN: a kernel that reads one token too many fails.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,9 @@ from tests.support.triton_interpreter import repair
 
 repair()
 from kvctl_kernels.triton_ops import TritonOps  # noqa: E402 (after the switch)
+
+# numpy warns of inf - inf and of casts that CUDA does silently; the results are what these tests look at.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HOPPER = TritonOps("cpu", arch="sm_90", num_multiprocessors=4)
 AMPERE = TritonOps("cpu", arch="sm_80", num_multiprocessors=4)
@@ -185,3 +190,51 @@ def test_merging_is_associative() -> None:
     again, again_lse = torch.empty(1, 1, 64), torch.empty(1, 1)
     HOPPER.merge_attention_states(halves, half_lse, out=again, lse=again_lse)
     assert torch.allclose(again, whole, atol=1e-6) and torch.allclose(again_lse, whole_lse, atol=1e-6)
+
+
+# ---- cascade: many requests over one cached prefix ----
+
+
+def with_shared_prefix(batch: PagedBatch, num_blocks: int) -> PagedBatch:
+    """Let all requests start with the first one's blocks."""
+    shared = num_blocks * 16
+    tables = batch.meta.block_tables
+    tables[:, :num_blocks] = tables[0, :num_blocks]
+    for keys, values in zip(batch.keys[1:], batch.values[1:], strict=True):
+        keys[:shared], values[:shared] = batch.keys[0][:shared], batch.values[0][:shared]
+    batch.meta = dataclasses.replace(batch.meta, num_shared_blocks=num_blocks)
+    return batch
+
+
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.parametrize("lengths", [[80, 100, 65], [64, 64, 64]])
+def test_cascade_equals_attention_over_everything(lengths: list[int], soft_cap: float | None) -> None:
+    batch = paged_batch([1] * 3, lengths, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
+    batch = with_shared_prefix(batch, 4)
+    out = HOPPER.cascade_decode(
+        batch.query, batch.k_cache, batch.v_cache, batch.meta.block_tables, batch.meta.seq_lens, 64,
+        scale=0.125, soft_cap=soft_cap, out=torch.empty_like(batch.query),
+    )  # fmt: skip
+    assert relative_error(out, attention64(batch, scale=0.125, window=None, soft_cap=soft_cap)) < 2e-6
+
+
+def test_the_cascade_is_taken_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = paged_batch([1, 1, 5], [70, 90, 20], num_heads=4, num_kv_heads=2, head_dim=64, block_size=16,
+                        dtype=torch.float32)  # fmt: skip
+    calls: list[int] = []
+    real = TritonOps.cascade_decode
+
+    def spy(self, *args, **kwargs):
+        calls.append(args[5])
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(TritonOps, "cascade_decode", spy)
+    monkeypatch.setattr("kvctl_kernels.triton_ops.cascade_pays", lambda requests, tokens: tokens >= 64)
+    batch.meta.block_tables[1, :4] = batch.meta.block_tables[0, :4]
+    batch.keys[1][:64], batch.values[1][:64] = batch.keys[0][:64], batch.values[0][:64]
+    batch.meta = dataclasses.replace(batch.meta, num_shared_blocks=4)
+    check(HOPPER, batch)
+    assert calls == [64]
+    batch.meta = dataclasses.replace(batch.meta, num_shared_blocks=2)
+    check(HOPPER, batch)
+    assert calls == [64]
