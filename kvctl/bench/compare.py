@@ -14,11 +14,12 @@ from rich.table import Table
 
 from kvctl.bench.result import SCHEMA_VERSION
 from kvctl.errors import ConfigError
-from kvctl.metrics.summary import bootstrap_ratio, samples_needed
+from kvctl.metrics.summary import bootstrap_ratios, samples_needed
 
 _LATENCIES = ("ttft", "ttft_due", "ttfo", "tpot", "gap", "max_gap", "e2e")
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _SHOWN = ("p50", "p99")
+_ROUNDS = 400  # of the bootstrap
 _RATES = ("request_throughput", "output_throughput", "total_throughput", "goodput", "failed")
 _CONDITION = re.compile(r"\s*([a-z0-9_]+?)(?:_ms)?\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%|ms|)\s*\Z")
 
@@ -53,10 +54,7 @@ def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], fail_if
     conditions = [_parse_condition(text) for text in fail_if]
     metrics = _rates(before, after)
     for name in _LATENCIES:
-        for statistic in _STATISTICS:
-            entry = _latency(before, after, name, statistic)
-            if entry is not None:
-                metrics[f"{name}_{statistic}"] = entry
+        metrics |= _latency(before, after, name)
     failed = [text for text, condition in zip(fail_if, conditions, strict=True) if _holds(condition, metrics, text)]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -68,19 +66,26 @@ def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], fail_if
     }
 
 
-def _latency(before: Mapping[str, Any], after: Mapping[str, Any], name: str, statistic: str) -> dict[str, Any] | None:
-    old, new = before["summary"][f"{name}_ms"][statistic], after["summary"][f"{name}_ms"][statistic]
-    if old is None or new is None:
-        return None
-    entry: dict[str, Any] = {"before": old, "after": new, "ratio": new / old if old else None, "ci95": None}
+def _latency(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """One latency's statistics. An interval needs as many samples as the percentile itself."""
     samples = [result["samples"].get(f"{name}_ms") or [] for result in (before, after)]
-    percent = None if statistic == "mean" else float(statistic[1:])
-    if all(len(values) >= samples_needed(percent or 50) for values in samples):
-        ratio = bootstrap_ratio(samples[0], samples[1], percent, rounds=400)
-        entry["ci95"] = None if ratio is None else [ratio[1], ratio[2]]
-    interval = entry["ci95"]
-    entry["differs"] = None if interval is None else not interval[0] <= 1.0 <= interval[1]
-    return entry
+    percents = [None if statistic == "mean" else float(statistic[1:]) for statistic in _STATISTICS]
+    ratios = bootstrap_ratios(samples[0], samples[1], percents, rounds=_ROUNDS)
+    found = {}
+    for statistic, percent, ratio in zip(_STATISTICS, percents, ratios, strict=True):
+        old, new = before["summary"][f"{name}_ms"][statistic], after["summary"][f"{name}_ms"][statistic]
+        if old is None or new is None:
+            continue
+        is_enough = all(len(values) >= samples_needed(percent or 50) for values in samples)
+        interval = [ratio[1], ratio[2]] if ratio is not None and is_enough else None
+        found[f"{name}_{statistic}"] = {
+            "before": old,
+            "after": new,
+            "ratio": new / old if old else None,
+            "ci95": interval,
+            "differs": None if interval is None else not interval[0] <= 1.0 <= interval[1],
+        }
+    return found
 
 
 def _rates(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

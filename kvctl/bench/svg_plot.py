@@ -11,6 +11,7 @@ from html import escape
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 44
 NUM_COLORS = 6
+_LOG_SPAN = 1e-9  # a logarithmic axis shows nine decades at most
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class _Scale:
         low = min(values) if axis.low is None else axis.low
         high = max(values) if axis.high is None else axis.high
         self._is_log = axis.is_log and low > 0
+        if self._is_log:
+            low = max(low, high * _LOG_SPAN)
         if high <= low:
             low, high = (low * 0.9, low * 1.1) if low > 0 else (low - 0.5, low + 0.5)
         if not self._is_log and axis.low is None and low > 0 and low < high * 0.5:

@@ -130,32 +130,42 @@ def _binomial_quantile(n: int, p: float, probability: float) -> int:
     return n
 
 
-def bootstrap_ratio(
-    before: Sequence[float], after: Sequence[float], percent: float | None, *, seed: int = 0, rounds: int = 1000
-) -> tuple[float, float, float] | None:
-    """(after / before, low, high): the ratio of a percentile (None: of the mean) with a 95 % bootstrap interval.
+def bootstrap_ratios(
+    before: Sequence[float],
+    after: Sequence[float],
+    percents: Sequence[float | None],
+    *,
+    seed: int = 0,
+    rounds: int = 500,
+) -> list[tuple[float, float, float] | None]:
+    """(after / before, low, high) for each percentile (None: the mean): the ratio and its 95 % bootstrap interval.
 
-    At most 2000 values of each side are resampled, so the cost is bounded. None when a side is empty or zero.
+    At most 2000 values of each side are resampled, so the cost is bounded. None where a side is empty or zero.
     """
     if not before or not after:
-        return None
+        return [None] * len(percents)
 
-    def statistic(values: Sequence[float]) -> float:
-        return math.fsum(values) / len(values) if percent is None else percentile(sorted(values), percent)
+    def statistics(values: Sequence[float]) -> list[float]:
+        ordered = sorted(values)
+        mean = math.fsum(ordered) / len(ordered)
+        return [mean if percent is None else percentile(ordered, percent) for percent in percents]
 
-    base = statistic(before)
-    if base <= 0:
-        return None
     rng = random.Random(seed)
-    ratios = []
+    draws: list[list[float]] = [[] for _ in percents]
     for _ in range(rounds):
-        resampled_base = statistic(rng.choices(before, k=min(len(before), 2000)))
-        if resampled_base > 0:
-            ratios.append(statistic(rng.choices(after, k=min(len(after), 2000))) / resampled_base)
-    if not ratios:
-        return None
-    ratios.sort()
-    return statistic(after) / base, percentile(ratios, 2.5), percentile(ratios, 97.5)
+        old = statistics(rng.choices(before, k=min(len(before), 2000)))
+        new = statistics(rng.choices(after, k=min(len(after), 2000)))
+        for ratios, base, value in zip(draws, old, new, strict=True):
+            if base > 0:
+                ratios.append(value / base)
+    found: list[tuple[float, float, float] | None] = []
+    for ratios, base, value in zip(draws, statistics(before), statistics(after), strict=True):
+        if base <= 0 or not ratios:
+            found.append(None)
+            continue
+        ratios.sort()
+        found.append((value / base, percentile(ratios, 2.5), percentile(ratios, 97.5)))
+    return found
 
 
 def sketch(values: Sequence[float], max_points: int = 2000) -> list[float]:

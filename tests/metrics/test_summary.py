@@ -14,7 +14,7 @@ from kvctl.metrics.summary import (
     Goodput,
     LatencySummary,
     Slo,
-    bootstrap_ratio,
+    bootstrap_ratios,
     percentile,
     percentile_interval,
     samples_needed,
@@ -90,19 +90,19 @@ def test_bootstrap_sees_a_real_difference_and_no_false_one():
     base = [rng.gauss(100, 10) for _ in range(400)]
     same = [rng.gauss(100, 10) for _ in range(400)]
     slower = [value * 1.2 for value in same]
-    ratio, low, high = bootstrap_ratio(base, same, 50, rounds=300)
+    [(ratio, low, high)] = bootstrap_ratios(base, same, [50], rounds=300)
     assert low < 1 < high
     assert ratio == pytest.approx(1, abs=0.03)
-    ratio, low, high = bootstrap_ratio(base, slower, 50, rounds=300)
+    [(ratio, low, high)] = bootstrap_ratios(base, slower, [50], rounds=300)
     assert low > 1.1
-    assert bootstrap_ratio([], base, 50) is None
-    assert bootstrap_ratio([0.0], base, 50) is None
+    assert bootstrap_ratios([], base, [50, None]) == [None, None]
+    assert bootstrap_ratios([0.0], base, [50]) == [None]
 
 
 def test_bootstrap_interval_is_near_scipys():
     rng = np.random.default_rng(3)
     before, after = rng.gamma(5, 10, 300), rng.gamma(5, 11, 300)
-    _, low, high = bootstrap_ratio(list(before), list(after), None, rounds=1500)
+    [(_, low, high)] = bootstrap_ratios(list(before), list(after), [None], rounds=1500)
     found = stats.bootstrap(
         (after, before), lambda a, b, axis: a.mean(axis) / b.mean(axis), method="percentile", rng=1, n_resamples=1500
     ).confidence_interval
