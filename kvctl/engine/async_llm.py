@@ -20,7 +20,7 @@ from kvctl.engine.input_processor import InputProcessor
 from kvctl.engine.output_processor import OutputProcessor
 from kvctl.engine.request_output import RequestOutput
 from kvctl.engine.tokenizer import Tokenizer
-from kvctl.engine.wire import AbortRequests, EngineRequest
+from kvctl.engine.wire import AbortRequests, EngineRequest, encode_frame
 from kvctl.errors import EngineDead, InvalidRequest, KvctlError
 from kvctl.metrics.recorder import Recorder
 
@@ -157,8 +157,8 @@ class AsyncLLM:
         aborts the request. `params.max_tokens` is lowered silently so that prompt and output fit `max_model_len`.
 
         Raises:
-            InvalidRequest: at once: empty or too long prompt, token ids outside the vocabulary, an id in use. From the
-                stream: the scheduler refused it (it can never fit the KV cache).
+            InvalidRequest: at once: empty or too long prompt, token ids outside the vocabulary, an id in use, a number
+                over 64 bits. From the stream: the scheduler refused it (it can never fit the KV cache).
             EngineDead: at once or from the stream: the engine process has ended, or is shutting down.
         """
         self._check_open()
@@ -172,17 +172,21 @@ class AsyncLLM:
         )
         if self._outputs.has(request_id):
             raise InvalidRequest(f"request id {request_id!r} is in use", param="request_id")
-        return self._stream(request_id, children, params.max_tokens)
+        try:
+            frames = [encode_frame(child) for child in children]
+        except (OverflowError, ValueError, TypeError) as error:  # a number over 64 bits, half a surrogate pair
+            raise InvalidRequest(f"the request holds what cannot be sent to the engine: {error}") from error
+        return self._stream(request_id, children, frames, params.max_tokens)
 
     async def _stream(
-        self, request_id: str, children: list[EngineRequest], requested_max_tokens: int
+        self, request_id: str, children: list[EngineRequest], frames: list[bytes], requested_max_tokens: int
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
         stream = _Stream()
         self._outputs.add(request_id, children, stream, requested_max_tokens=requested_max_tokens)
         try:
-            for child in children:
-                self._client.send(child)
+            for frame in frames:
+                self._client.send_frame(frame)
             while True:
                 for output in await stream.take():
                     yield output

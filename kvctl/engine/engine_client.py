@@ -93,8 +93,12 @@ class EngineClient(asyncio.Protocol):
 
     def send(self, message: ToEngine) -> None:
         """Send a message; to a process that has ended, to nobody."""
+        self.send_frame(encode_frame(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send what `encode_frame` made of a message."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(message))
+            self._transport.write(frame)
 
     async def stop(self) -> None:
         """End the process: asked first, killed after five seconds. Returns when it is gone.
@@ -145,7 +149,8 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Find out how the process ended, then tell the listener."""
         self.is_alive = False
-        if exc is not None and self._failure is None:  # an error on this side of the line, which asyncio has logged
+        is_ours = exc is not None and not isinstance(exc, OSError)  # asyncio has logged it; an OSError is its death
+        if is_ours and self._failure is None:
             self._failure = EngineDead(f"the line to the engine failed: {type(exc).__name__}: {exc}")
         self._lost_task = asyncio.get_running_loop().create_task(self._report_end())
 

@@ -249,6 +249,26 @@ async def test_a_bad_request_is_refused_before_the_stream_begins(prompt, param):
         assert llm.num_unfinished == 0
 
 
+@pytest.mark.parametrize(
+    "options", [{"priority": 2**70}, {"top_k": 2**70}, {"stop": ["\ud800"]}, {"cache_salt": "\udfff"}]
+)
+async def test_what_no_message_can_hold_is_the_callers_fault(options):
+    async with running() as llm:
+        with pytest.raises(InvalidRequest, match="cannot be sent"):
+            generate(llm, b"abc", **options)
+        assert text_of(await collect(generate(llm, b"abc", max_tokens=3))) == "abc"
+
+
+async def test_a_death_with_requests_on_the_way_is_still_called_by_its_name():
+    async with running() as llm:
+        os.kill(llm.engine_pid, signal.SIGSTOP)
+        streams = [asyncio.ensure_future(collect(generate(llm, b"x" * 500, f"r{i}"))) for i in range(400)]
+        await asyncio.sleep(0.1)  # the socket is full, the rest waits on this side
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert {str(result).partition("\n")[0] for result in results} == {"the engine process was killed by SIGKILL"}
+
+
 async def test_an_id_in_use_is_refused_and_the_first_one_goes_on():
     async with running() as llm:
         stream = generate(llm, SLOW, max_tokens=5)
