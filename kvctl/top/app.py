@@ -5,6 +5,7 @@ hundred endpoints cost one frame. Only lines that changed are drawn again. Floor
 """
 
 import asyncio
+import contextvars
 import queue
 from collections.abc import Callable
 from typing import ClassVar
@@ -30,14 +31,19 @@ INTERVALS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class FrameWidget(Widget):
-    """Shows lines of styled text; a line that did not change is not drawn again."""
+    """Shows lines of styled text; a line that did not change is not drawn again. A new size calls `on_size`."""
 
     DEFAULT_CSS = "FrameWidget { width: 100%; height: 100%; background: ansi_default; color: ansi_default; }"
 
-    def __init__(self) -> None:
+    def __init__(self, on_size: Callable[[], None]) -> None:
         super().__init__()
+        self._on_size = on_size
         self._lines: list[Text] = []
         self._strips: list[Strip] = []
+
+    def on_resize(self, _event: Resize) -> None:
+        """Ask for a frame of the new size."""
+        self._on_size()
 
     def show(self, lines: list[Text]) -> None:
         """Take the next frame."""
@@ -94,8 +100,9 @@ class TopApp(App[None]):
         self._gpu_reader = gpu_reader
         self._on_scrape = on_scrape
         self._inbox: queue.SimpleQueue[Scrape] = queue.SimpleQueue()
-        self._frame = FrameWidget()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._frame = FrameWidget(self.redraw)
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._call_context: contextvars.Context | None = None  # Textual's timers look up the application in it
         self._is_due = False
         self._pattern_before = ""
 
@@ -105,7 +112,7 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Start the source once the screen is there."""
-        self._loop = asyncio.get_running_loop()
+        self._event_loop, self._call_context = asyncio.get_running_loop(), contextvars.copy_context()
         self.set_interval(_AGE_TICK_S, self._tick)
         self.source.start(self._deliver)
 
@@ -113,19 +120,15 @@ class TopApp(App[None]):
         """Stop the source when the screen goes."""
         self.source.stop()
 
-    def on_resize(self, _event: Resize) -> None:
-        """Draw for the new size."""
-        self.redraw()
-
     # ---- scrapes ----
 
     def _deliver(self, scrape: Scrape) -> None:
         """Called from the source's threads."""
         self._inbox.put(scrape)
-        loop = self._loop
+        loop = self._event_loop
         if loop is not None and not loop.is_closed():
             try:
-                loop.call_soon_threadsafe(self._schedule)
+                loop.call_soon_threadsafe(self._schedule, context=self._call_context)
             except RuntimeError:
                 return  # the loop has closed in between: the application is ending
 
@@ -164,7 +167,7 @@ class TopApp(App[None]):
         state = self.state
         if not state.is_paused:
             self.fleet = self.monitor.view(self.source.now_s(), state.window_s, summed=state.summed)
-        size = self.size
+        size = self._frame.size
         if size.width and size.height:
             self._frame.show(frame(self.fleet, state, size.width, size.height, self.look))
 
