@@ -26,6 +26,7 @@ from kvctl.server.completions import create_completion
 from kvctl.server.context import ServingContext
 from kvctl.server.errors import ClientDisconnected, error_response, http_error
 from kvctl.server.openapi import build_document
+from kvctl.server.request_id import RequestIdHeader
 
 Handler = Callable[[ServingContext, Request], Awaitable[Response]]
 logger = logging.getLogger(__name__)
@@ -82,7 +83,6 @@ def build_app(context: ServingContext) -> ASGIApp:
         title="kvctl serve",
         version=__version__,
         description="An OpenAI-compatible server over a paged KV cache.",
-        root_path=options.root_path,
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -126,4 +126,5 @@ def build_app(context: ServingContext) -> ASGIApp:
             allow_headers=["*"],
             allow_credentials=False,
         )
-    return ApiKeyGuard(app, options.api_keys) if options.api_keys else app
+    guarded: ASGIApp = ApiKeyGuard(app, options.api_keys) if options.api_keys else app
+    return RequestIdHeader(guarded) if options.request_id_headers else guarded

@@ -68,7 +68,7 @@ async def create_chat_completion(context: ServingContext, http: Request) -> Resp
     options = chunk_options(context, body)
     streams = await start_streams(context, body, meta, [prompt])
     if body.stream:
-        return stream_response(context, meta, streams, ChatChunks(meta, [prompt], options, context.texts, role=role))
+        return stream_response(context, streams, ChatChunks(meta, [prompt], options, context.texts, role=role))
     [collected] = await collect_response(context, http, meta, streams)
     return json_response(chat_object(context, body, meta, prompt, collected, role))
 

@@ -98,7 +98,7 @@ async def create_completion(context: ServingContext, http: Request) -> Response:
     if body.max_tokens == 0:
         streams = [without_output(stream) for stream in streams]
     if body.stream:
-        return stream_response(context, meta, streams, CompletionChunks(meta, prompts, options, context.texts))
+        return stream_response(context, streams, CompletionChunks(meta, prompts, options, context.texts))
     collected = await collect_response(context, http, meta, streams)
     return json_response(completion_object(context, body, meta, prompts, collected))
 

@@ -86,7 +86,7 @@ async def start_streams(
         for prompt, sampling in zip(prompts, params, strict=True):
             request_id = f"{meta.response_id}-{next(context.request_numbers)}"
             if context.options.log_requests:
-                logger.info("request %s: %d prompt tokens, %s", request_id, len(prompt.token_ids), sampling)
+                logger.info("request %r: %d prompt tokens, %s", request_id, len(prompt.token_ids), sampling)
             streams.append(
                 context.engine.generate(
                     prompt.token_ids,
@@ -102,12 +102,9 @@ async def start_streams(
     return streams
 
 
-def stream_response(
-    context: ServingContext, meta: ResponseMeta, streams: Sequence[OutputStream], chunks: ChunkBuilder
-) -> Response:
+def stream_response(context: ServingContext, streams: Sequence[OutputStream], chunks: ChunkBuilder) -> Response:
     """Answer as server-sent events."""
-    headers = [(b"x-request-id", meta.response_id.encode())] if context.options.request_id_headers else []
-    return EventStream(streams, chunks, context.closing, headers)
+    return EventStream(streams, chunks, context.closing)
 
 
 async def collect_response(

@@ -27,7 +27,7 @@ from kvctl.errors import EngineDead
 from kvctl.metrics.recorder import PrometheusRecorder
 from kvctl.server.config import ServeConfig
 from kvctl.server.engine_config import build_engine_config, read_chat_template, read_sampling_defaults
-from kvctl.server.listener import listen, raise_file_limit, url_of
+from kvctl.server.listener import bind, check_tls, listen, raise_file_limit, url_of
 from kvctl.server.logs import configure_logging
 from kvctl.server.stats_log import INTERVAL_S, StatsLog
 from kvctl.units import format_seconds
@@ -57,7 +57,8 @@ def launch(config: ServeConfig) -> None:
         quiet_paths=config.network.quiet_paths,
     )
     raise_file_limit()
-    with listen(config.network) as listener, _engine_process() as spawned:
+    check_tls(config.network)
+    with bind(config.network) as listener, _engine_process() as spawned:
         source = resolve_model(config.model.name, revision=config.model.revision)
         facts = read_model_facts(source.folder)
         server = _Server(config, source, facts, listener, spawned, started_s)
@@ -193,10 +194,11 @@ class _Server:
     async def _answer_requests(
         self, server: "HttpServer", context: "ServingContext", recorder: PrometheusRecorder
     ) -> None:
+        listen(self._listener)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
         logging_stats = asyncio.create_task(self._log_stats(recorder, context.engine.info))
         try:
-            await server.wait_started()
+            await server.wait_started(serving)
             self._announce(context)
             stopping = asyncio.create_task(self._stop.wait())
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

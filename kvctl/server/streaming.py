@@ -66,19 +66,17 @@ class EventStream(Response):
         streams: Sequence[OutputStream],
         formatter: ChunkFormatter,
         closing: Closing,
-        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         super().__init__(None, 200, media_type="text/event-stream")
         self._streams = streams
         self._formatter = formatter
         self._closing = closing
-        self._extra_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until its end, the client's leaving or the server's shutdown."""
         producer = watcher = None
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *self._extra_headers]})
+            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
             producer = asyncio.create_task(self._produce(send))
             watcher = asyncio.create_task(client_left(receive))
             await asyncio.wait((producer, watcher, self._closing.future), return_when=asyncio.FIRST_COMPLETED)

@@ -14,6 +14,7 @@ import uvicorn
 from kvctl.engine.async_llm import AsyncLLM
 from kvctl.engine.model_source import ModelFacts, ModelSource
 from kvctl.engine.tokenizer import Tokenizer
+from kvctl.errors import KvctlError
 from kvctl.metrics.recorder import PrometheusRecorder
 from kvctl.server.admission import REASON, Admission
 from kvctl.server.app import build_app
@@ -62,9 +63,12 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is untyped he
         """Leave the signals alone."""
         yield
 
-    async def wait_started(self) -> None:
-        """Return when it answers."""
+    async def wait_started(self, serving: asyncio.Task[None]) -> None:
+        """Return when it answers; `serving` is the task that runs it, and what it raises is raised here."""
         while not self.started:
+            if serving.done():
+                serving.result()
+                raise KvctlError("the HTTP server ended while starting")
             await asyncio.sleep(0.001)
 
 

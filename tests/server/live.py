@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from kvctl.server.config import NetworkOptions, ServeConfig
 from kvctl.server.context import ServingContext
-from kvctl.server.listener import listen
+from kvctl.server.listener import bind, listen
 from kvctl.server.web import HttpServer, build_server
 
 
@@ -14,11 +14,12 @@ from kvctl.server.web import HttpServer, build_server
 async def running(context: ServingContext) -> AsyncIterator[tuple[HttpServer, int]]:
     """Yield the server and its port; end it afterwards."""
     config = ServeConfig(network=NetworkOptions(port=0), api=context.options)
-    listener = listen(config.network)
+    listener = bind(config.network)
+    listen(listener)
     port = listener.getsockname()[1]
     server = build_server(config, context)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await server.wait_started()
+    await server.wait_started(serving)
     try:
         yield server, port
     finally:

@@ -3,6 +3,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvctl
 from tests.server.conftest import MODEL, connect
+from tests.server.live import read_head, request, running
 
 
 async def test_every_simple_endpoint_answers(client):
@@ -87,6 +88,34 @@ class TestApiKey:
         async with connect(make_context(api_keys=("secret", "other"))) as client:
             answer = await client.get("/v1/models", headers={"Authorization": header})
             assert (answer.status_code == 200) is is_let_in
+
+
+async def test_a_path_prefix_of_a_proxy_hides_no_guarded_path(make_context):
+    context = make_context(api_keys=("secret",), root_path="/proxied")
+    async with running(context) as (_, port):
+        for target in ("/v1/models", "/v1%2Fmodels", "http://x/v1/models", "/proxied/v1/models", "//v1/models"):
+            reader, writer = await request(port, f"GET {target} HTTP/1.1\nHost: x")
+            assert (await read_head(reader))[0] in (401, 404), target
+            writer.close()
+        reader, writer = await request(port, "GET /v1/models HTTP/1.1\nHost: x\nAuthorization: Bearer secret")
+        assert (await read_head(reader))[0] == 200
+        writer.close()
+
+
+async def test_request_ids_come_back_where_the_operator_wants_them(make_context):
+    async with connect(make_context(request_id_headers=True)) as client:
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/completions", {"prompt": "a", "stream": True})):
+            answer = await client.post(path, json=body, headers={"X-Request-Id": "mine"})
+            assert answer.headers["x-request-id"] == "mine" and "cmpl-mine" in answer.text
+            own = await client.post(path, json=body)
+            assert f"cmpl-{own.headers['x-request-id']}" in own.text
+        odd = await client.get("/version", headers={"X-Request-Id": "has spaces"})
+        assert odd.headers["x-request-id"] != "has spaces"
+    async with connect(make_context()) as client:
+        assert "x-request-id" not in (await client.get("/version")).headers
+        odd_id = "line\r\nbreak \u2603"
+        answer = await client.post("/v1/completions", json={"prompt": "a", "request_id": odd_id, "stream": True})
+        assert answer.status_code == 200
 
 
 async def test_browsers_of_an_allowed_origin_may_call(make_context):

@@ -215,3 +215,8 @@ async def test_one_wrong_prompt_of_several_starts_none(client, context):
 async def test_null_means_not_given(client):
     body = {"prompt": "a", "max_tokens": 1, "n": None, "temperature": None, "stop": None, "stream": None, "seed": None}
     assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+
+
+async def test_bodies_up_to_the_limit_are_read_as_a_whole(client):
+    answer = await client.post(COMPLETIONS, json={"prompt": "x" * 31_000_000})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input_text"
