@@ -24,7 +24,7 @@ def needed(name: str, extras: tuple[str, ...], found: dict[str, set[str]]) -> No
     """Add a distribution and what it requires here to `found` (name -> the extras already followed)."""
     key = _key(name)
     fresh = set(extras) - found.get(key, set())
-    if key in found and not fresh:
+    if (key in found and not fresh) or key == "triton":
         return
     found.setdefault(key, set()).update(extras)
     for line in importlib.metadata.requires(name) or ():
@@ -37,7 +37,8 @@ def needed(name: str, extras: tuple[str, ...], found: dict[str, set[str]]) -> No
 def main() -> None:
     found: dict[str, set[str]] = {}
     needed("kvctl", EXTRAS, found)
-    names = sorted(set(found) - {"kvctl", "pip", "setuptools", "wheel"})
+    # Triton is left to pip: a CUDA build of torch asks for exactly one, and on a CPU any of pyproject's range will do.
+    names = sorted(set(found) - {"kvctl", "pip", "setuptools", "wheel", "triton"})
     # A local part (2.13.0+cpu) would bind everybody to the build of this machine.
     pins = [f"{name}=={importlib.metadata.version(name).split('+')[0]}" for name in names]
     Path(__file__).with_name("constraints.txt").write_text(HEAD + "\n".join(pins) + "\n", encoding="utf-8")
