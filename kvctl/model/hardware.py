@@ -40,6 +40,7 @@ class HardwareProfile:
     sources: Mapping[str, str]
     unverified: frozenset[str]
     note: str | None
+    layer_overhead_s: float = 0.0  # of a step, per layer, beside bytes and operations: measured CPU profiles only
 
     @property
     def total_bytes(self) -> int:
@@ -106,6 +107,7 @@ def load_hardware(path: Path) -> HardwareProfile:
             sources=raw["sources"],
             unverified=frozenset(raw["unverified"]),
             note=raw["note"],
+            layer_overhead_s=float(raw.get("layer_overhead_us", 0)) * 1e-6,
         )
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise KvctlError(f"{path.name} is not a hardware profile: {error}", hint="See profiles/README.md.") from error

@@ -29,8 +29,9 @@ class Efficiency:
 # 39 tok/s x 16.2 GB of 896 GB/s), 0.8 (aiconfigurator); compute 0.32 L40S, 0.38 A100, 0.45 H100 (inference-sim).
 MEMORY_EFFICIENCY = Efficiency(0.55, 0.70, 0.85)
 COMPUTE_EFFICIENCY = Efficiency(0.28, 0.42, 0.62)
-CPU_MEMORY_EFFICIENCY = Efficiency(0.5, 0.75, 1.0)  # of a measured rate, not of a datasheet's
-CPU_COMPUTE_EFFICIENCY = Efficiency(0.45, 0.7, 1.0)
+# A CPU profile is measured with the serving kernels, best of several runs on large matrices.
+CPU_MEMORY_EFFICIENCY = Efficiency(0.6, 0.9, 1.2)
+CPU_COMPUTE_EFFICIENCY = Efficiency(0.5, 0.8, 1.1)
 STEP_OVERHEAD_S = Efficiency(0.0002, 0.0010, 0.0040)  # launch and scheduling per step; low .. high
 ALL_REDUCE_LATENCY_S = 8e-6  # one small all-reduce on NVLink; twice a layer
 
@@ -101,6 +102,13 @@ class SpeedModel:
     def _memory(self) -> Efficiency:
         return CPU_MEMORY_EFFICIENCY if self.hardware.is_cpu else MEMORY_EFFICIENCY
 
+    def _overhead_s(self) -> Efficiency:
+        """Per step, beside bytes and operations: worst, usual, best (in seconds: the worst is the largest)."""
+        if self.hardware.is_cpu:
+            each = self.hardware.layer_overhead_s * self.shape.num_layers
+            return Efficiency(2 * each, 1.2 * each, 0.8 * each)
+        return Efficiency(STEP_OVERHEAD_S.high, STEP_OVERHEAD_S.value, STEP_OVERHEAD_S.low)
+
     def _compute(self) -> Efficiency:
         return CPU_COMPUTE_EFFICIENCY if self.hardware.is_cpu else COMPUTE_EFFICIENCY
 
@@ -160,10 +168,10 @@ class SpeedModel:
         weight_bytes, kv_bytes = self.decode_bytes(batch, context)
         flops = self.step_flops(batch, context)
         total = weight_bytes + kv_bytes
-        memory, compute, extra = self._memory(), self._compute(), STEP_OVERHEAD_S
-        high = self._step_s(total, flops, batch, memory.low, compute.low, extra.high)
+        memory, compute, extra = self._memory(), self._compute(), self._overhead_s()
+        high = self._step_s(total, flops, batch, memory.low, compute.low, extra.low)
         value = self._step_s(total, flops, batch, memory.value, compute.value, extra.value)
-        low = self._step_s(total, flops, batch, memory.high, compute.high, extra.low)
+        low = self._step_s(total, flops, batch, memory.high, compute.high, extra.high)
         is_bandwidth = total / (self.bytes_per_s * memory.value) >= flops / (self.flops[0] * compute.value)
         return DecodeSpeed(
             batch=batch,
@@ -181,12 +189,33 @@ class SpeedModel:
         reach = (prompt_tokens + cached_tokens) // 2
         flops = self.step_flops(new, max(1, reach))
         n_bytes = self._weight_bytes(new)
-        memory, compute, extra = self._memory(), self._compute(), STEP_OVERHEAD_S
+        memory, compute, extra = self._memory(), self._compute(), self._overhead_s()
         return Band(
-            self._step_s(n_bytes, flops, new, memory.high, compute.high, extra.low),
+            self._step_s(n_bytes, flops, new, memory.high, compute.high, extra.high),
             self._step_s(n_bytes, flops, new, memory.value, compute.value, extra.value),
-            self._step_s(n_bytes, flops, new, memory.low, compute.low, extra.high),
+            self._step_s(n_bytes, flops, new, memory.low, compute.low, extra.low),
         )
+
+    def burst(self, batch: int, prompt_tokens: int, output_tokens: int, step_tokens: int) -> tuple[Band, Band]:
+        """Mean TTFT and mean TPOT when `batch` prompts arrive at once and a step computes up to `step_tokens`.
+
+        Prompts are computed in order, several in one step; all that end in a step get their first token with it.
+        After its own prompt a request still waits for the steps that compute the rest.
+        """
+        last = -(-batch * prompt_tokens // step_tokens)
+        ends = [-(-(i + 1) * prompt_tokens // step_tokens) for i in range(batch)]  # the step each prompt ends in
+        total = self.prefill_s(prompt_tokens)
+        each = batch / last  # prompts a step
+        ahead = sum(ends) / batch * each
+        behind = (last - sum(ends) / batch) * each / max(1, output_tokens - 1)
+        decode = self.decode(batch, prompt_tokens + output_tokens // 2).tpot_s
+        ttft = Band(total.low * ahead, total.value * ahead, total.high * ahead)
+        tpot = Band(
+            decode.low + total.low * behind,
+            decode.value + total.value * behind,
+            decode.high + total.high * behind,
+        )
+        return ttft, tpot
 
     def report(self, prompt_tokens: int, batches: tuple[int, ...], context: int) -> SpeedReport:
         """Everything that the page shows."""

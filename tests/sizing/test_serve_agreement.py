@@ -1,6 +1,7 @@
 """`size` predicts what `serve` allocates: bytes, blocks, tokens, concurrency and the line that serve prints."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,6 @@ KV_BYTES = 3_000_001  # not a multiple of any block
 LIMITS = SchedulerConfig(max_model_len=160, max_num_seqs=4, max_num_batched_tokens=48)
 
 
-class _Clock:
-    def now(self) -> float:
-        return 0.0
-
-
 def folder_of(tiny: tiny_models.TinyModel, folder: Path) -> Path:
     config = tiny.make_config()
     raw = {**config.to_dict(), "architectures": [tiny_models.architecture(config)]}
@@ -38,7 +34,7 @@ def served(folder: Path, block_size: int) -> tuple[EngineInfo, list[str]]:
         cache=CacheConfig(block_size=block_size),
         device=DeviceConfig(device="cpu", num_threads=1, cpu_kernels="torch", kv_cache_memory_bytes=KV_BYTES),
     )
-    _, info = build_engine_core(config, _Clock(), lines.append)
+    _, info = build_engine_core(config, time.monotonic, lines.append)
     return info, lines
 
 
