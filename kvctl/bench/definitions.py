@@ -22,7 +22,7 @@ DEFINITIONS: dict[str, str] = {
     "throughput": "completed requests and their tokens over duration_s; steady: what arrived within the steady window "
     "over its length",
     "steady window": "closed loop: from the end of the ramp to the first idle slot; open loop: from one median E2E "
-    "after the start to the end of the schedule",
+    "after the start to the end of the schedule; none when shorter than two median E2E",
     "drain_s": "from the end of the issuing to the last answer",
     "late": "sent more than 5 ms after due (not counting waits under --max-in-flight)",
     "never_sent": "due, but the run ended before a place was free",

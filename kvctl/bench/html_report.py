@@ -9,7 +9,7 @@ from typing import Any
 
 from kvctl.bench.search import output_throughput
 from kvctl.bench.svg_plot import Axis, LimitLine, Series, line_plot
-from kvctl.bench.terminal import describe_load
+from kvctl.bench.terminal import describe_load, says_nothing_new
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#59636e;--page:#fff;--card:#f6f8fa;--edge:#d1d9e0;--good:#1a7f37;
@@ -142,7 +142,7 @@ def _latency_table(summary: Mapping[str, Any]) -> str:
     rows = []
     for key, label in _LATENCY_ROWS:
         values = summary[key]
-        if values["n"]:
+        if values["n"] and not says_nothing_new(key, summary):
             cells = [_ms(values[name]) for name in _STATISTICS[:-1]] + [f"{values['n']:,}"]
             rows.append([label, *cells])
     return _table(["", *_STATISTICS], rows)

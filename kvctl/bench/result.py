@@ -33,13 +33,13 @@ class SteadyWindow:
 
 
 def steady_window(measured: Measurements, load: LoadConfig, median_e2e_s: float | None) -> SteadyWindow | None:
-    """Find the steady window, on whole tenths of a second; None when the run was too short for one."""
+    """Find the steady window, on whole tenths of a second; None when it holds less than two median requests."""
     start_s, rule = measured.ramp_end_s, "end of the ramp to first idle slot"
     if load.is_open:
         start_s = measured.start_s + (median_e2e_s or 0.0)
         rule = "one median E2E after the start to the end of the schedule"
     first, last = int(start_s * BINS_PER_S) + 1, int((measured.issue_end_s or measured.end_s) * BINS_PER_S)
-    if last - first < 2:
+    if last - first < max(2, 2 * (median_e2e_s or 0.0) * BINS_PER_S):
         return None
     return SteadyWindow(first / BINS_PER_S, last / BINS_PER_S, rule)
 
@@ -195,13 +195,16 @@ def build_samples(latencies: Mapping[str, Sequence[float]], gaps: LogHistogram) 
 
 
 def build_timeline(measured: Measurements) -> dict[str, Any]:
-    """Tokens per second and requests in flight over the run, in steps that give at most 600 points."""
+    """Tokens per second and requests in flight over the run, in steps that give at most 200 points."""
     first = int(measured.start_s * BINS_PER_S)
     last = max(int(measured.end_s * BINS_PER_S), first + 1)
-    width = max(1, -(-(last - first) // 600))
+    width = max(1, -(-(last - first) // 200))
     steps = range(first, last, width)
     tokens = [sum(measured.tokens_per_bin.get(i, 0.0) for i in range(s, s + width)) for s in steps]
-    in_flight = [max((measured.in_flight_per_bin.get(i, 0) for i in range(s, s + width)), default=0) for s in steps]
+    in_flight: list[int] = []
+    for s in steps:  # a step without a sample (the loop was busy) repeats the one before
+        sampled = [measured.in_flight_per_bin[i] for i in range(s, s + width) if i in measured.in_flight_per_bin]
+        in_flight.append(max(sampled) if sampled else in_flight[-1] if in_flight else 0)
     return {
         "step_s": width / BINS_PER_S,
         "start_s": round(first / BINS_PER_S - measured.start_s, 4),

@@ -167,7 +167,8 @@ def measure(config: BenchConfig, prepared: Prepared, progress: Progress) -> tupl
         readings, server_kind = ([], None) if monitor is None else monitor.stop()
     summary, _, latencies = build_summary(measured, config.load, config.report)
     client = judge(measured, summary, config.load, config.report, prepared.calibration, num_workers=config.num_workers)
-    server = build_server_report(readings, server_kind, measured.start_s, measured.issue_end_s or measured.end_s)
+    issue_end_s = measured.issue_end_s or measured.end_s
+    server = build_server_report(readings, server_kind, measured.start_s, issue_end_s, measured.end_s)
     if config.roofline is not None:
         server = (server or {"kind": None}) | {
             "roofline": predict(config.roofline, prepared.preflight.request.model, summary)

@@ -18,14 +18,17 @@ _HIT_WORTH_SAYING = 0.01
 
 
 def build_server_report(
-    readings: Sequence[Reading], server: Server | None, start_s: float, end_s: float
+    readings: Sequence[Reading], server: Server | None, start_s: float, issue_end_s: float, end_s: float
 ) -> dict[str, Any] | None:
-    """The `server` object of a result; None without readings."""
+    """The `server` object of a result; None without readings. Figures are of the time up to the end of the issuing."""
     if not readings or server is None or server is Server.UNKNOWN:
         return None
-    during = [reading for reading in readings if start_s <= reading.time_s <= end_s] or list(readings)
+    during = [reading for reading in readings if start_s <= reading.time_s <= issue_end_s]
+    during = during or list(readings)
+    shown = [reading for reading in readings if start_s <= reading.time_s <= end_s] or list(readings)
     first, last = readings[0], readings[-1]
     stretches = limits(readings, start_s, end_s)
+    loaded = [stretch for stretch in stretches if stretch[0] + start_s < issue_end_s]
     report: dict[str, Any] = {
         "kind": server.value,
         "readings": len(readings),
@@ -42,8 +45,8 @@ def build_server_report(
         "generation_tokens": _grown(first, last, Counter.GENERATION_TOKENS),
         "prompt_tokens": _grown(first, last, Counter.PROMPT_TOKENS),
         "step_tokens_mean": _step_tokens(first, last),
-        "limits": summarise_limits(stretches),
-        "timeline": _timeline(during, stretches, start_s),
+        "limits": summarise_limits(loaded),
+        "timeline": _timeline(shown, stretches, start_s),
     }
     hit_rate = report["prefix_hit_rate"]
     if hit_rate is not None and hit_rate >= _HIT_WORTH_SAYING:

@@ -179,8 +179,8 @@ def _throughput(summary: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("whole run", justify="right")
-    table.add_column("steady window" if steady else "", justify="right")
-    title = f"{steady['start_s']:.1f} to {steady['end_s']:.1f} s" if steady else "(too short for a steady window)"
+    table.add_column("steady window", justify="right")
+    title = f"{steady['start_s']:.1f} to {steady['end_s']:.1f} s" if steady else "(too short for one)"
     table.add_row("requests", f"{summary['completed']:,} ok, {summary['failed']:,} failed", title)
     for name, label, unit in (
         ("request_throughput", "requests", "req/s"),
@@ -207,14 +207,14 @@ def _latencies(summary: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for key, label in _ROWS:
         values = summary[key]
-        if not values["n"] or _says_nothing_new(key, summary):
+        if not values["n"] or says_nothing_new(key, summary):
             continue
         cells = [_milliseconds(values[name]) for name in ("mean", "p50", "p90", "p95", "p99", "max")]
         table.add_row(label, *cells, f"{values['n']:,}")
     return table
 
 
-def _says_nothing_new(key: str, summary: Mapping[str, Any]) -> bool:
+def says_nothing_new(key: str, summary: Mapping[str, Any]) -> bool:
     """Rows that repeat another: TTFO without reasoning, due without any wait."""
     if key == "ttfo_ms":
         return bool(summary["ttfo_ms"]["mean"] == summary["ttft_ms"]["mean"])
@@ -272,8 +272,7 @@ def _count(value: float | None) -> str:
 def _client_lines(client: Mapping[str, Any]) -> list[RenderableType]:
     lag = client["lag_ms"]
     facts = [f"lag p99 {_milliseconds(lag['p99'])} ms", f"{client['events_per_s']:,.0f} events/s"]
-    if client["cpu_us_per_event"] is not None:
-        facts.append(f"{client['cpu_us_per_event']:.1f} us CPU each")
+    facts.append(f"{client['cpu_share']:.0%} of a core")
     facts.append(f"coalesced {client['coalesced_share']:.1%}")
     if client["late"]:
         facts.append(f"late {client['late']:,}")

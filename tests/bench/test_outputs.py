@@ -33,6 +33,7 @@ def full_result(**fields):
         "never_sent": 0,
         "events_per_s": 10.0,
         "cpu_us_per_event": 9.0,
+        "cpu_share": 0.25,
     }
     return result
 

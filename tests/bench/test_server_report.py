@@ -45,7 +45,7 @@ def test_steps_full_of_tokens_are_the_token_budget():
 
 def test_shares_and_moments_of_limits_are_told_the_longest_first():
     readings = [reading(i, waiting=4 if i >= 3 else 0, kv=1.0 if i >= 3 else 0.2) for i in range(10)]
-    report = build_server_report(readings, Server.VLLM, 0.0, 9.0)
+    report = build_server_report(readings, Server.VLLM, 0.0, 9.0, 9.0)
     first = report["limits"][0]
     assert (first["limit"], first["share"], first["first_s"]) == ("kv_blocks", pytest.approx(6 / 9, abs=1e-4), 3.0)
     assert report["waiting_max"] == 4
@@ -54,22 +54,22 @@ def test_shares_and_moments_of_limits_are_told_the_longest_first():
 
 def test_a_warm_cache_never_passes_unnoticed():
     readings = [reading(0, hits=100, queries=1000), reading(5, hits=700, queries=2000)]
-    report = build_server_report(readings, Server.VLLM, 0.0, 5.0)
+    report = build_server_report(readings, Server.VLLM, 0.0, 5.0, 5.0)
     assert report["prefix_hit_rate"] == 0.6
     assert "60%" in report["warning"]
-    cold = build_server_report([reading(0, queries=10), reading(5, queries=2000)], Server.VLLM, 0.0, 5.0)
+    cold = build_server_report([reading(0, queries=10), reading(5, queries=2000)], Server.VLLM, 0.0, 5.0, 5.0)
     assert "warning" not in cold
 
 
 def test_a_restart_of_the_server_is_no_negative_count():
     readings = [reading(0, preemptions=50), reading(5, preemptions=2)]
-    assert build_server_report(readings, Server.VLLM, 0.0, 5.0)["preemptions"] == 2
+    assert build_server_report(readings, Server.VLLM, 0.0, 5.0, 5.0)["preemptions"] == 2
 
 
 def test_nothing_read_is_no_report():
-    assert build_server_report([], Server.VLLM, 0, 1) is None
-    assert build_server_report([reading(0)], Server.UNKNOWN, 0, 1) is None
-    assert build_server_report([reading(0)], None, 0, 1) is None
+    assert build_server_report([], Server.VLLM, 0, 1, 1) is None
+    assert build_server_report([reading(0)], Server.UNKNOWN, 0, 1, 1) is None
+    assert build_server_report([reading(0)], None, 0, 1, 1) is None
 
 
 def test_a_real_page_is_read_in_another_process(mock_server):
