@@ -137,19 +137,24 @@ class DemoEngine:
                 output = max(1, round(output * self._rng.uniform(0.6, 1.4)))
             self._waiting.append(_Request(prompt, output, document, self.now_s))
 
+    def _blocks_of(self, request: _Request) -> int:
+        """Tokens of the blocks that the request holds."""
+        return -(-request.tokens // self.server.block_size) * self.server.block_size
+
     def _held(self) -> int:
-        block = self.server.block_size
-        return sum(-(-request.tokens // block) * block for request in self._running)
+        return sum(self._blocks_of(request) for request in self._running)
 
     def _step(self) -> int:
         """Schedule and compute one step; returns its tokens."""
         left = self.server.max_num_batched_tokens
         plan: list[tuple[_Request, int]] = []
+        held = self._held()
         for request in list(self._running):
             if request not in self._running:
                 continue
-            while self._held() + 1 > self.server.kv_tokens and len(self._running) > 1:
+            while held + 1 > self.server.kv_tokens and len(self._running) > 1:
                 victim = self._running.pop()
+                held -= self._blocks_of(victim)
                 victim.computed, victim.cached = 0, 0
                 plan = [(r, n) for r, n in plan if r is not victim]
                 self._waiting.appendleft(victim)
@@ -174,13 +179,14 @@ class DemoEngine:
 
     def _admit(self, plan: list[tuple[_Request, int]], left: int) -> None:
         self._reason = None
+        held = self._held() if self._waiting else 0
         while self._waiting:
             request = self._waiting[0]
             if left <= 0:
                 self._reason = "token_budget"
             elif len(self._running) >= self.server.max_num_seqs:
                 self._reason = "max_num_seqs"
-            elif self._held() + request.tokens + self.server.block_size > self.server.kv_tokens and self._running:
+            elif held + request.tokens + self.server.block_size > self.server.kv_tokens and self._running:
                 self._reason = "kv_blocks"
             if self._reason or (self.load.deferred and len(self._waiting) <= self.load.deferred):
                 return
@@ -192,6 +198,7 @@ class DemoEngine:
             request.computed = request.cached
             chunk = min(left, max(1, request.tokens - request.computed))
             self._running.append(request)
+            held += self._blocks_of(request)
             plan.append((request, chunk))
             left -= chunk
 

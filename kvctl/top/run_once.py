@@ -69,4 +69,6 @@ def _replayed(settings: TopSettings) -> FleetView:
     for scrape in read_record(settings.replay):
         monitor.add(scrape)
         last_s = scrape.at_s
+    if not last_s:
+        raise ConfigError(f"{settings.replay} holds no scrape", hint="Record for longer.")
     return monitor.view(last_s, settings.window_s, summed=settings.summed)

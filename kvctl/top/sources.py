@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from kvctl.errors import ConfigError
 from kvctl.top.demo import DemoEngine, DemoLoad, DemoServer
 from kvctl.top.endpoint import Endpoint
 from kvctl.top.record import read_record
@@ -128,7 +129,7 @@ class ReplaySource:
         scrapes = read_record(self._path)
         first = next(scrapes, None)
         if first is None:
-            return
+            raise ConfigError(f"{self._path} holds no scrape", hint="Record for longer.")
         self._now_s = first.at_s
         deliver(first)
         threading.Thread(target=self._play, args=(scrapes, deliver), daemon=True, name="replay").start()
