@@ -18,7 +18,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("cpu_native.cpp", "cpu_simd.h", "cpu_pool.h", "cpu_attention.h", "cpu_elementwise.h", "cpu_linear.h")
+SOURCES = (
+    "cpu_native.cpp",
+    "cpu_simd.h",
+    "cpu_pool.h",
+    "cpu_attention.h",
+    "cpu_elementwise.h",
+    "cpu_linear.h",
+    "cpu_sampling.h",
+)
 # -O2: the hot loops are unrolled by hand; -O3 compiles four times longer for the same speed.
 FLAGS = ("-std=c++20", "-O2", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared", "-w")
 COMPILE_LIMIT_S = 180

@@ -5,6 +5,7 @@
 #include "cpu_attention.h"
 #include "cpu_elementwise.h"
 #include "cpu_linear.h"
+#include "cpu_sampling.h"
 
 #define BY_DTYPE(call)        \
     do {                      \
@@ -61,6 +62,11 @@ void kvctl_gate(int dtype, int is_gelu, const void* x, int64_t x_stride, void* o
 void kvctl_argmax(int dtype, const void* x, int64_t x_stride, int64_t* out, int64_t rows, int64_t width,
                   int num_threads) {
     BY_DTYPE(elementwise::argmax<E>((const E::T*)x, x_stride, out, rows, width, num_threads));
+}
+
+void kvctl_draw(const float* logits, int64_t stride, int64_t rows, int64_t width, const int64_t* keys,
+                const int64_t* top_k, const float* top_p, const float* min_p, int64_t* out, int num_threads) {
+    sampling::draw(logits, stride, rows, width, keys, top_k, top_p, min_p, out, num_threads);
 }
 
 int64_t kvctl_packed_words(int64_t outputs, int64_t words) { return linear::panels(outputs) * linear::PANEL * words; }

@@ -10,7 +10,7 @@ from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvctl_kernels.metadata import AttentionMetadata
+from kvctl_kernels.metadata import AttentionMetadata, KVScales
 from kvctl_kernels.reference import TorchOps
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -70,6 +70,7 @@ def declare(library: ctypes.CDLL) -> None:
         "kvctl_rms_norm": [c_int, pointer, size, pointer, pointer, pointer, pointer, *[size] * 4, c_float, c_int],
         "kvctl_gate": [c_int, c_int, pointer, size, pointer, size, size, c_int],
         "kvctl_argmax": [c_int, pointer, size, pointer, size, size, c_int],
+        "kvctl_draw": [pointer, size, size, size, *[pointer] * 5, c_int],
         "kvctl_pack": [pointer, size, size, pointer, c_int],
         "kvctl_unpack_rows": [pointer, size, size, pointer, size, pointer, c_int],
         "kvctl_linear": [c_int, pointer, size, size, pointer, size, pointer, pointer, size, size, c_int],
@@ -109,8 +110,19 @@ class NativeCpuOps:
         """The instruction set the kernels were compiled for."""
         return str(self._library.kvctl_describe().decode())
 
-    def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> None:
         """See `Ops`."""
+        if k_cache.dtype is not self._dtype:
+            self._torch.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
+            return
         key, value = _packed_heads(key), _packed_heads(value)
         self._rotary(None, key, value, None, None, k_cache, v_cache, slot_mapping)
 
@@ -130,8 +142,13 @@ class NativeCpuOps:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """See `Ops`; the query in place where its heads are contiguous, the key straight into the cache."""
+        if k_cache.dtype is not self._dtype:
+            query, key = self.rotary(query, key, positions, cos_sin_cache)
+            self._torch.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
+            return query
         query, key, value = _packed_heads(query), _packed_heads(key), _packed_heads(value)
         self._rotary(query, key, value, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
         return query
@@ -240,18 +257,6 @@ class NativeCpuOps:
         )
         return out
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """See `Ops`."""
-        code = DTYPE_CODES.get(logits.dtype)
-        if code is None or logits.stride(1) != 1:
-            return self._torch.argmax(logits)
-        rows, width = logits.shape
-        out = torch.empty(rows, dtype=torch.int64)
-        self._library.kvctl_argmax(
-            code, logits.data_ptr(), logits.stride(0), out.data_ptr(), rows, width, self._threads
-        )
-        return out
-
     def paged_attention(
         self,
         query: Tensor,
@@ -262,12 +267,13 @@ class NativeCpuOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """See `Ops`."""
         num_tokens, num_heads, head_dim = query.shape
-        if head_dim % _LANES:
+        if head_dim % _LANES or k_cache.dtype is not self._dtype:
             return self._torch.paged_attention(
-                query, k_cache, v_cache, meta, scale=scale, window=window, soft_cap=soft_cap
+                query, k_cache, v_cache, meta, scale=scale, window=window, soft_cap=soft_cap, scales=scales
             )
         query = _packed_heads(query)
         output = torch.empty((num_tokens, num_heads, head_dim), dtype=self._dtype)

@@ -18,6 +18,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class KVScales:
+    """What stored float8 numbers are multiplied with to be keys and values again: float32 [num_kv_heads] each."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Batch of `R` requests and `T` query tokens. The `_list` twins spare a read from the device."""
 

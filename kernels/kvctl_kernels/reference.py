@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvctl_kernels.metadata import AttentionMetadata
+from kvctl_kernels.metadata import AttentionMetadata, KVScales
 
 MAX_GATHERED_TOKENS = 1 << 16  # decode: padded tokens gathered at once
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_SCORES = 1 << 22  # prefill: query rows x keys attended at once, over all heads
 
 
@@ -25,8 +26,22 @@ class TorchOps:
     def __init__(self, reason: str = "") -> None:
         self.reason = reason
 
-    def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write key and value [T, Hkv, D] into the pages [num_blocks, Hkv, block_size, D]; slot -1 is skipped."""
+    def store_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> None:
+        """Write key and value [T, Hkv, D] into the pages [num_blocks, Hkv, block_size, D]; slot -1 is skipped.
+
+        Float8 pages: numbers are divided by their scale and saturate.
+        """
+        if k_cache.dtype in FLOAT8_DTYPES:
+            key, k_cache = _as_float8(key, scales.key if scales else None, k_cache)
+            value, v_cache = _as_float8(value, scales.value if scales else None, v_cache)
         block_size = k_cache.shape[2]
         # A skipped token writes into the null block (slot 0), whose content nobody reads: no sync, no dynamic shape.
         slots = slot_mapping.clamp_min(0)
@@ -52,10 +67,11 @@ class TorchOps:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Rotate query and key, store key and value; return the rotated query [T, Hq, D]."""
         query, key = self.rotary(query, key, positions, cos_sin_cache)
-        self.store_kv(key, value, k_cache, v_cache, slot_mapping)
+        self.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
         return query
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,10 +95,6 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(x.dtype)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Index of the largest logit of each row [R, V], the first of equal ones: int64 [R]."""
-        return logits.float().argmax(dim=-1)
-
     def paged_attention(
         self,
         query: Tensor,
@@ -93,6 +105,7 @@ class TorchOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Causal attention of query [T, Hq, D] over the pages [num_blocks, Hkv, block_size, D]; returns [T, Hq, D].
 
@@ -120,6 +133,7 @@ class TorchOps:
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
+                scales=scales,
             )
             first = last
         token = num_decode
@@ -134,6 +148,7 @@ class TorchOps:
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
+                scales=scales,
             )
             token += query_len
         return output
@@ -146,8 +161,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Copy the rows of `slots` int64 [..., L] for every KV head: [..., Hkv, L, D]."""
+def _as_float8(x: Tensor, scale: Tensor | None, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """X [T, Hkv, D] over its scale [Hkv] in the cache's float8, and the cache, both seen as bytes."""
+    wide = x.float() if scale is None else x.float() / scale[:, None]
+    largest = torch.finfo(cache.dtype).max
+    return wide.clamp(-largest, largest).to(cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+
+
+def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Copy the rows of `slots` int64 [..., L] for every KV head: [..., Hkv, L, D] in `dtype`, times scale [Hkv]."""
+    if cache.dtype in FLOAT8_DTYPES:  # torch moves float8 as bytes only
+        rows = _gather(cache.view(torch.uint8), slots, torch.uint8, None).view(cache.dtype)
+        return rows.to(dtype) if scale is None else (rows.float() * scale[:, None, None]).to(dtype)
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     heads = torch.arange(num_kv_heads, device=slots.device).unsqueeze(-1)
     blocks, offsets = slots // block_size, slots % block_size
@@ -180,6 +205,7 @@ def _decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    scales: KVScales | None,
 ) -> Tensor:
     """One query per request, query [R, Hq, D], the last `longest` positions at most: a padded gather for all."""
     num_requests, num_heads, head_dim = query.shape
@@ -191,7 +217,8 @@ def _decode(
     # Padding reads the request's own last token again: what unused pages hold (it may be NaN) is never touched.
     positions = torch.minimum(positions, lengths - 1)
     slots = block_tables.long().gather(1, positions // block_size) * block_size + positions % block_size
-    key, value = _gather(k_cache, slots), _gather(v_cache, slots)
+    key = _gather(k_cache, slots, query.dtype, scales.key if scales else None)
+    value = _gather(v_cache, slots, query.dtype, scales.value if scales else None)
     packed = query.reshape(num_requests, num_kv_heads, num_heads // num_kv_heads, head_dim)
     attended = _attend(packed, key, value, visible[:, None, None, :], scale=scale, soft_cap=soft_cap)
     return attended.reshape(num_requests, num_heads, head_dim)
@@ -207,6 +234,7 @@ def _prefill(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    scales: KVScales | None,
 ) -> Tensor:
     """The last `query_len` tokens of one request, query [query_len, Hq, D]."""
     query_len, num_heads, head_dim = query.shape
@@ -216,7 +244,8 @@ def _prefill(
     start = 0 if window is None else max(0, first_position - window + 1)
     positions = torch.arange(start, seq_len, device=query.device)
     slots = block_table.long()[positions // block_size] * block_size + positions % block_size
-    key, value = _gather(k_cache, slots).unsqueeze(0), _gather(v_cache, slots).unsqueeze(0)
+    key = _gather(k_cache, slots, query.dtype, scales.key if scales else None).unsqueeze(0)
+    value = _gather(v_cache, slots, query.dtype, scales.value if scales else None).unsqueeze(0)
     rows_at_once = max(1, MAX_SCORES // (num_heads * len(positions)))
     parts = []
     for begin in range(0, query_len, rows_at_once):

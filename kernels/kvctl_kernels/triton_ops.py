@@ -13,7 +13,7 @@ from torch import Tensor
 from kvctl_kernels import triton_attention as attention
 from kvctl_kernels import triton_layer as layer
 from kvctl_kernels.configs import Arch, arch_of, decode_config, next_power_of_2, num_splits, prefill_config
-from kvctl_kernels.metadata import AttentionMetadata
+from kvctl_kernels.metadata import AttentionMetadata, KVScales
 
 LOG2_E = math.log2(math.e)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
@@ -62,19 +62,18 @@ class TritonOps:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> None:
-        """Write key and value [T, Hkv, D] into the pages; slot -1 is skipped. Scales: float32 [Hkv], divided by."""
+        """Write key and value [T, Hkv, D] into the pages; slot -1 is skipped. Scales are divided by."""
         num_tokens, num_heads, head_dim = key.shape
         if not num_tokens:
             return
         k_pages, kind = self._pages(k_cache)
         v_pages, _ = self._pages(v_cache)
         layer.store_kv_kernel[(num_tokens,)](
-            key, value, k_pages, v_pages, slot_mapping, k_scale, v_scale, key.stride(0), value.stride(0),
+            key, value, k_pages, v_pages, slot_mapping, *_scale_tensors(scales), key.stride(0), value.stride(0),
             NUM_HEADS=num_heads, BLOCK_H=next_power_of_2(num_heads), HEAD_DIM=head_dim,
-            BLOCK_D=next_power_of_2(head_dim), PAGE=k_cache.shape[2], HAS_SCALES=k_scale is not None, KV_KIND=kind,
+            BLOCK_D=next_power_of_2(head_dim), PAGE=k_cache.shape[2], HAS_SCALES=scales is not None, KV_KIND=kind,
             num_warps=4,
         )  # fmt: skip
 
@@ -120,10 +119,11 @@ class TritonOps:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Rotate query and key, store key and value; return the rotated query."""
         query, key = self.rotary(query, key, positions, cos_sin_cache)
-        self.store_kv(key, value, k_cache, v_cache, slot_mapping)
+        self.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
         return query
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -181,8 +181,7 @@ class TritonOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Causal attention of query [T, Hq, D] over the pages: decode rows by split KV, the others by prefill."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -191,18 +190,18 @@ class TritonOps:
         if num_decode and window is None and cascade_pays(num_decode, shared_tokens):
             self.cascade_decode(
                 query[:num_decode], k_cache, v_cache, meta.block_tables[:num_decode], meta.seq_lens[:num_decode],
-                shared_tokens, scale=scale, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, out=out[:num_decode],
+                shared_tokens, scale=scale, soft_cap=soft_cap, scales=scales, out=out[:num_decode],
             )  # fmt: skip
         elif num_decode:
             self.paged_decode(
                 query[:num_decode], k_cache, v_cache, meta.block_tables[:num_decode], meta.seq_lens[:num_decode],
-                scale=scale, window=window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, out=out[:num_decode],
+                scale=scale, window=window, soft_cap=soft_cap, scales=scales, out=out[:num_decode],
             )  # fmt: skip
         if num_decode < num_requests:
             self.paged_prefill(
                 query, k_cache, v_cache, meta.block_tables[num_decode:], meta.seq_lens[num_decode:],
                 meta.query_start_loc[num_decode:], num_query_tokens=query.shape[0] - num_decode,
-                scale=scale, window=window, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, out=out,
+                scale=scale, window=window, soft_cap=soft_cap, scales=scales, out=out,
             )  # fmt: skip
         return out
 
@@ -217,8 +216,7 @@ class TritonOps:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        scales: KVScales | None = None,
         kv_start: int = 0,
         splits: int | None = None,
         out: Tensor | None = None,
@@ -244,11 +242,11 @@ class TritonOps:
         k_pages, kind = self._pages(k_cache)
         v_pages, _ = self._pages(v_cache)
         attention.paged_decode_kernel[(num_requests, num_kv_heads, splits)](
-            parts, parts_lse, query, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale,
+            parts, parts_lse, query, k_pages, v_pages, block_tables, seq_lens, *_scale_tensors(scales),
             *_scaling(scale, soft_cap), window or 0, kv_start, query.stride(0), block_tables.stride(0),
             GROUP=group, BLOCK_M=config.block_m, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), PAGE=page,
             BLOCK_N=config.block_n, NUM_SPLITS=splits, HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
-            HAS_SCALES=k_scale is not None, KV_KIND=kind, WRITE_LSE=parts_lse is not None,
+            HAS_SCALES=scales is not None, KV_KIND=kind, WRITE_LSE=parts_lse is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         if splits > 1:
@@ -270,8 +268,7 @@ class TritonOps:
         causal: bool = True,
         window: int | None = None,
         soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        scales: KVScales | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
@@ -290,11 +287,11 @@ class TritonOps:
         k_pages, kind = self._pages(k_cache)
         v_pages, _ = self._pages(v_cache)
         attention.paged_prefill_kernel[(blocks, num_kv_heads)](
-            out, lse, query, k_pages, v_pages, block_tables, seq_lens, query_start_loc, k_scale, v_scale,
+            out, lse, query, k_pages, v_pages, block_tables, seq_lens, query_start_loc, *_scale_tensors(scales),
             *_scaling(scale, soft_cap), window or 0, num_requests, query.stride(0), block_tables.stride(0),
             GROUP=group, BLOCK_M=config.block_m, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), PAGE=page,
             BLOCK_N=config.block_n, CAUSAL=causal, HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
-            HAS_SCALES=k_scale is not None, KV_KIND=kind, WRITE_LSE=lse is not None,
+            HAS_SCALES=scales is not None, KV_KIND=kind, WRITE_LSE=lse is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         return out
@@ -310,8 +307,7 @@ class TritonOps:
         *,
         scale: float,
         soft_cap: float | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        scales: KVScales | None = None,
         out: Tensor,
     ) -> Tensor:
         """Decode R requests whose first `shared_tokens` tokens (whole blocks) stand in the same blocks.
@@ -327,12 +323,12 @@ class TritonOps:
             one_request = one_request.pin_memory().to(query.device, non_blocking=True)
         self.paged_prefill(
             query, k_cache, v_cache, block_tables[:1], one_request[2:], one_request[:2],
-            num_query_tokens=num_requests, scale=scale, causal=False, soft_cap=soft_cap, k_scale=k_scale,
-            v_scale=v_scale, out=parts[0], lse=lse[0],
+            num_query_tokens=num_requests, scale=scale, causal=False, soft_cap=soft_cap, scales=scales,
+            out=parts[0], lse=lse[0],
         )  # fmt: skip
         self.paged_decode(
-            query, k_cache, v_cache, block_tables, seq_lens, scale=scale, soft_cap=soft_cap, k_scale=k_scale,
-            v_scale=v_scale, kv_start=shared_tokens, out=parts[1], lse=lse[1],
+            query, k_cache, v_cache, block_tables, seq_lens, scale=scale, soft_cap=soft_cap, scales=scales,
+            kv_start=shared_tokens, out=parts[1], lse=lse[1],
         )  # fmt: skip
         return self.merge_attention_states(parts.permute(1, 2, 0, 3), lse.permute(1, 2, 0), out=out)
 
@@ -362,6 +358,10 @@ def cascade_pays(num_requests: int, shared_tokens: int) -> bool:
     Predicted, never measured.
     """
     return (num_requests - 1) * shared_tokens >= 8192
+
+
+def _scale_tensors(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if scales is None else (scales.key, scales.value)
 
 
 def _scaling(scale: float, soft_cap: float | None) -> tuple[float, float]:

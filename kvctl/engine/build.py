@@ -5,8 +5,8 @@ the rest are not installed. Everything that can be wrong with a model is found b
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,8 +19,9 @@ from kvctl.core.pipelined_engine_core import PipelinedEngineCore
 from kvctl.core.scheduler import Scheduler
 from kvctl.engine.config import EngineConfig, EngineInfo
 from kvctl.engine.decode_graphs import CudaGraphs, DecodeGraphs, graph_sizes
-from kvctl.engine.device import free_device_bytes, resolve_device, resolve_dtype, set_cpu_threads
+from kvctl.engine.device import free_device_bytes, resolve_device, resolve_dtype, resolve_kv_dtype, set_cpu_threads
 from kvctl.engine.kv_cache import KVCache, allocate_kv_cache
+from kvctl.engine.kv_scales import load_kv_scales
 from kvctl.engine.layers.linear import select_linears
 from kvctl.engine.memory_budget import MemoryBudget, cpu_budget, cuda_budget
 from kvctl.engine.model_runner import TorchModelRunner
@@ -28,11 +29,18 @@ from kvctl.engine.models.decoder import Decoder, WeightSource, build_decoder
 from kvctl.engine.models.decoder_config import DecoderConfig
 from kvctl.engine.models.registry import parse_decoder_config
 from kvctl.engine.models.weight_layout import all_tensors
-from kvctl.engine.ops import AttentionMetadata, select_ops
+from kvctl.engine.ops import AttentionMetadata, KVScales, select_ops
 from kvctl.engine.sampler import Sampler
 from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
 from kvctl.errors import OutOfMemory
-from kvctl.sizing.kv_plan import KVLayout, KVPlan, blocks_worth_having, padding_note, plan_kv_cache
+from kvctl.sizing.kv_plan import (
+    KVLayout,
+    KVPlan,
+    blocks_worth_having,
+    longest_fitting_request,
+    padding_note,
+    plan_kv_cache,
+)
 from kvctl.units import format_bytes, format_count, format_seconds
 
 
@@ -44,6 +52,7 @@ class _LoadedModel:
     device: torch.device
     weight_bytes: int
     load_s: float
+    kv_scales: Mapping[int, KVScales]
     attention_backend: str
     linear_backend: str
     num_threads: int
@@ -62,6 +71,7 @@ def build_engine_core(
     """
     loaded = _load_model(config, report)
     groups = group_layers(loaded.config.windows)
+    kv_dtype = resolve_kv_dtype(config.device.kv_cache_dtype, loaded.dtype)
     layout = KVLayout(
         groups=groups,
         block_size=config.cache.block_size,
@@ -69,10 +79,11 @@ def build_engine_core(
         * loaded.config.num_kv_heads
         * config.cache.block_size
         * loaded.config.head_dim
-        * loaded.dtype.itemsize,
+        * kv_dtype.itemsize,
         in_flight_tokens=config.scheduler.max_num_batched_tokens,
     )
     plan, lines = _plan_cache(config, loaded, layout)
+    config = replace(config, scheduler=replace(config.scheduler, max_model_len=plan.max_model_len))
     try:
         kv_cache = allocate_kv_cache(
             groups,
@@ -80,8 +91,9 @@ def build_engine_core(
             block_size=config.cache.block_size,
             num_kv_heads=loaded.config.num_kv_heads,
             head_dim=loaded.config.head_dim,
-            dtype=loaded.dtype,
+            dtype=kv_dtype,
             device=loaded.device,
+            scales=loaded.kv_scales if kv_dtype.itemsize == 1 else None,
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemory(
@@ -104,7 +116,7 @@ def build_engine_core(
     manager = KVCacheManager(pool, config.cache, groups, max_step_tokens=config.scheduler.max_num_batched_tokens)
     make_core = PipelinedEngineCore if config.async_scheduling else EngineCore
     core = make_core(Scheduler(config.scheduler, manager), runner, clock)
-    return core, _info(config, loaded, plan, kv_cache.total_bytes, lines)
+    return core, _info(config, loaded, plan, kv_cache, lines)
 
 
 def _capture_decode_graphs(
@@ -171,7 +183,19 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
     for note in notes:
         report(note)
     return _LoadedModel(
-        model_config, decoder, dtype, device, weight_bytes, load_s, ops.name, linears.name, num_threads, notes
+        model_config,
+        decoder,
+        dtype,
+        device,
+        weight_bytes,
+        load_s,
+        load_kv_scales(
+            weights.find, model_config.name_prefix, model_config.num_layers, model_config.num_kv_heads, device
+        ),
+        ops.name,
+        linears.name,
+        num_threads,
+        notes,
     )
 
 
@@ -203,7 +227,15 @@ def _plan_cache(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) ->
     if override is not None:
         computed = available // layout.block_bytes
         lines.append(f"Overriding num_gpu_blocks={computed} with num_gpu_blocks_override={override}")
-    plan = plan_kv_cache(layout, limits.max_model_len, available_bytes=available, num_blocks_override=override)
+    max_model_len = limits.max_model_len
+    if config.fit_max_model_len:
+        num_blocks = available // layout.block_bytes if override is None else override
+        max_model_len = longest_fitting_request(layout, num_blocks, max_model_len) or max_model_len
+        if max_model_len < limits.max_model_len:
+            lines.append(
+                f"Auto-fit max_model_len: reduced from {limits.max_model_len} to {max_model_len} to fit the cache"
+            )
+    plan = plan_kv_cache(layout, max_model_len, available_bytes=available, num_blocks_override=override)
     if budget.ceiling_bytes is not None and plan.kv_cache_bytes > budget.ceiling_bytes:
         raise OutOfMemory(
             f"a KV cache of {format_bytes(plan.kv_cache_bytes)} was asked for, "
@@ -253,9 +285,7 @@ def _run_largest_step(config: EngineConfig, loaded: _LoadedModel, layout: KVLayo
     loaded.decoder.logits(added[:rows], residual[:rows]).float().argmax(dim=-1)
 
 
-def _info(
-    config: EngineConfig, loaded: _LoadedModel, plan: KVPlan, kv_cache_bytes: int, lines: list[str]
-) -> EngineInfo:
+def _info(config: EngineConfig, loaded: _LoadedModel, plan: KVPlan, kv_cache: KVCache, lines: list[str]) -> EngineInfo:
     return EngineInfo(
         model_folder=config.model.folder,
         architecture=loaded.config.architecture,
@@ -265,7 +295,8 @@ def _info(
         linear_backend=loaded.linear_backend,
         num_blocks=plan.num_blocks,
         block_size=config.cache.block_size,
-        kv_cache_bytes=kv_cache_bytes,
+        kv_cache_bytes=kv_cache.total_bytes,
+        kv_cache_dtype=str(kv_cache.layers[0].k_cache.dtype).removeprefix("torch."),
         weight_bytes=loaded.weight_bytes,
         kv_tokens=plan.capacity_tokens,
         max_concurrency=plan.max_concurrency,

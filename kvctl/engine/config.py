@@ -10,6 +10,7 @@ from kvctl.core.config import CacheConfig, SchedulerConfig
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "dummy"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 CpuKernels = Literal["auto", "native", "torch"]
 
 
@@ -32,6 +33,7 @@ class DeviceConfig:
     cpu_kernels: CpuKernels = "auto"
     gpu_memory_utilization: float = 0.92  # CUDA only
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's; fp8 is e4m3
     num_gpu_blocks_override: int | None = None  # vLLM's name; holds on every device
     enforce_eager: bool = False  # CUDA only: no captured graphs
 
@@ -45,6 +47,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     async_scheduling: bool = True  # plan the next step while one runs
+    fit_max_model_len: bool = False  # lower scheduler.max_model_len to what the KV cache holds, where it holds less
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class EngineInfo:
     num_blocks: int  # with the null block
     block_size: int  # tokens
     kv_cache_bytes: int
+    kv_cache_dtype: str
     weight_bytes: int
     kv_tokens: int  # capacity in tokens, as vLLM prints it
     max_concurrency: float  # requests of max_model_len tokens, as vLLM prints it

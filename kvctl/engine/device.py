@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvctl.engine.config import DeviceConfig, Dtype
+from kvctl.engine.config import DeviceConfig, Dtype, KVCacheDtype
 from kvctl.errors import ConfigError, ModelBroken
 
 DTYPES: dict[str, torch.dtype] = {
@@ -63,6 +63,13 @@ def resolve_dtype(asked: Dtype, model_config: Mapping[str, Any], *, allows_float
             "--dtype float16 cannot hold this model's activations", hint="Use --dtype bfloat16 or float32."
         )
     return DTYPES[asked]
+
+
+def resolve_kv_dtype(asked: KVCacheDtype, model_dtype: torch.dtype) -> torch.dtype:
+    """Choose the dtype of the KV cache: the model's, or a float8 (half the bytes of bfloat16)."""
+    if asked == "auto":
+        return model_dtype
+    return torch.float8_e5m2 if asked == "fp8_e5m2" else torch.float8_e4m3fn
 
 
 def set_cpu_threads(num_threads: int | None) -> int:

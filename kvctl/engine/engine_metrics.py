@@ -77,7 +77,7 @@ class EngineMetrics:
             "vllm:cache_config_info",
             block_size=str(info.block_size),
             num_gpu_blocks=str(info.num_blocks),
-            cache_dtype=info.dtype,
+            cache_dtype=info.kv_cache_dtype,
             enable_prefix_caching=str(info.enable_prefix_caching),
             kv_cache_size_tokens=str(info.kv_tokens),
             kv_cache_max_concurrency=f"{info.max_concurrency:.6g}",

@@ -6,7 +6,7 @@ group's block table. Invariants: block 0 is the null block and reads as zeros un
 touched only when a block is first written, so that a large cache costs nothing at start. Floor 2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvctl.core.kv_cache_groups import KVCacheGroup
+from kvctl.engine.ops import KVScales
 
 
 class LayerKV(NamedTuple):
@@ -23,6 +24,7 @@ class LayerKV(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     group: int
+    scales: KVScales | None = None  # of float8 pages, where the checkpoint has some
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,10 @@ class KVCache:
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the kernel for zero pages (calloc): zeros without writing them. torch.zeros writes them all.
     count = torch.Size(shape).numel() * dtype.itemsize
+    if device.type != "cpu":
+        return torch.zeros(count, dtype=torch.uint8, device=device).view(dtype).view(shape)
+    # numpy asks the kernel for zero pages (calloc): zeros without writing them. torch.zeros writes them all.
     return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
 
 
@@ -52,8 +54,9 @@ def allocate_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    scales: Mapping[int, KVScales] | None = None,
 ) -> KVCache:
-    """Allocate for every layer of `groups`.
+    """Allocate for every layer of `groups`. `scales`: layer number -> what its float8 pages are scaled by.
 
     Raises:
         torch.OutOfMemoryError, MemoryError: there is less memory than the plan said.
@@ -66,7 +69,7 @@ def allocate_kv_cache(
     layers: dict[int, LayerKV] = {}
     for group_index, group in enumerate(groups):
         for (k_cache, v_cache), layer in zip(pairs, group.layer_indices, strict=False):
-            layers[layer] = LayerKV(k_cache, v_cache, group_index)
+            layers[layer] = LayerKV(k_cache, v_cache, group_index, (scales or {}).get(layer))
     return KVCache(
         layers=tuple(layers[layer] for layer in range(len(layers))),
         num_blocks=num_blocks,

@@ -16,10 +16,10 @@ from kvctl.engine.config import CpuKernels
 from kvctl.errors import ConfigError
 from kvctl_kernels.cpu_build import NativeUnavailable, load_native
 from kvctl_kernels.cpu_ops import DTYPE_CODES, NativeCpuOps
-from kvctl_kernels.metadata import AttentionMetadata
+from kvctl_kernels.metadata import AttentionMetadata, KVScales
 from kvctl_kernels.reference import TorchOps
 
-__all__ = ["AttentionMetadata", "Ops", "TorchOps", "select_ops"]
+__all__ = ["AttentionMetadata", "KVScales", "Ops", "TorchOps", "select_ops"]
 
 
 class Ops(Protocol):
@@ -37,8 +37,19 @@ class Ops(Protocol):
     def reason(self) -> str:
         """Why a slower one than asked for was chosen; empty if it was not."""
 
-    def store_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write key, value [T, Hkv, D] to their slots, int64 [T]; slot -1 is skipped."""
+    def store_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> None:
+        """Write key, value [T, Hkv, D] to their slots, int64 [T]; slot -1 is skipped.
+
+        Float8 pages hold the numbers over `scales` (1 where there are none), saturated.
+        """
 
     def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query [T, Hq, D] and key [T, Hkv, D]; positions int64 [T]; cos_sin_cache float32 [P, rot_dim].
@@ -56,6 +67,7 @@ class Ops(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """`rotary` and `store_kv` in one pass; returns the rotated query."""
 
@@ -71,9 +83,6 @@ class Ops(Protocol):
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """x [T, 2 * I], gate first: gelu_tanh(gate) * up."""
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Index of the largest logit of each row [R, V], the first of equal ones: int64 [R]."""
-
     def paged_attention(
         self,
         query: Tensor,
@@ -84,6 +93,7 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        scales: KVScales | None = None,
     ) -> Tensor:
         """Causal attention of query [T, Hq, D] over the stored keys (this step's included); returns [T, Hq, D]."""
 

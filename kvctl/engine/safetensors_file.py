@@ -88,10 +88,14 @@ class SafetensorsFile:
         }
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """A view of rows first..last - 1 of a tensor, straight on the map; copy it before `release`."""
+        """A view of rows first..last - 1 of a tensor, straight on the map; copy it before `release`.
+
+        A scalar has one row.
+        """
         entry = self.entries[name]
         assert entry.dtype is not None  # the caller has checked
-        row_bytes = (entry.end - entry.start) // max(1, entry.shape[0])
+        num_rows = entry.shape[0] if entry.shape else 1
+        row_bytes = (entry.end - entry.start) // max(1, num_rows)
         raw = torch.frombuffer(
             self._map, dtype=torch.uint8, offset=entry.start + first * row_bytes, count=(last - first) * row_bytes
         )

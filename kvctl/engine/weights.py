@@ -18,6 +18,8 @@ from kvctl.errors import ModelBroken, ModelNotSupported
 
 _INDEX = "model.safetensors.index.json"
 _COPY_BYTES = 32 << 20  # copied between two releases of mapped pages: bounds what the map adds to our memory
+# Recomputed, or read where a float8 KV cache is asked for (see kv_scales).
+_NOT_WEIGHTS = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale", "k_proj.k_scale", "v_proj.v_scale")
 _AGAIN = "Download the model again."
 # The text part of a model with vision has two spellings, before and after transformers 4.52; read the first.
 _OTHER_PREFIX, _PREFIX = "model.language_model.", "language_model.model."
@@ -80,7 +82,7 @@ def _check_unknown(files: Iterable[str], config: DecoderConfig) -> None:
     expected = {part.name for packed in all_tensors(config) for part in packed.parts}
     prefix = f"{config.name_prefix}layers."
     for name in files:
-        if name in expected or not name.startswith(prefix) or name.endswith("rotary_emb.inv_freq"):
+        if name in expected or not name.startswith(prefix) or name.endswith(_NOT_WEIGHTS):
             continue
         index = name.removeprefix(prefix).partition(".")[0]
         if index.isdecimal() and int(index) < config.num_layers:
@@ -151,6 +153,17 @@ class CheckpointWeights:
             row += num_rows
         return target.add_(1.0) if folded else target
 
+    def find(self, name: str) -> Tensor | None:
+        """A small tensor that a checkpoint may have beside its weights; None if this one does not."""
+        file = self._files.get(name)
+        if file is None:
+            return None
+        stored = self._stored_names[name]
+        entry = file.entries[stored]
+        if entry.dtype is None:
+            raise ModelBroken(f"{file.path}: tensor {stored!r} has the dtype {entry.dtype_name}", hint=_AGAIN)
+        return file.rows(stored, 0, entry.shape[0] if entry.shape else 1).clone()
+
 
 class DummyWeights:
     """Random weights of the right shapes and of sane sizes, the same for the same seed. For tests and speed trials."""
@@ -160,6 +173,10 @@ class DummyWeights:
         self._device = device
         self._norm_plus_one = config.norm_plus_one
         self._generator = torch.Generator(device=device).manual_seed(seed)
+
+    def find(self, name: str) -> Tensor | None:
+        """Nothing beside the weights."""
+        return None
 
     def load(self, packed: PackedTensor) -> Tensor:
         """Norms are one; the rest is uniform with the standard deviation 0.02 that models are initialised with."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvctl_kernels.metadata import AttentionMetadata
+from kvctl_kernels.metadata import AttentionMetadata, KVScales
 from tests.kernels.oracle import TOLERANCE, PagedBatch, attention64, paged_batch, relative_error
 from tests.support.triton_interpreter import repair
 
@@ -139,7 +139,7 @@ def test_float8_pages_with_scales_per_head(ops: TritonOps, kv_dtype: torch.dtype
     )  # fmt: skip
     batch = in_float8(batch, kv_dtype, k_scale.to(dtype), v_scale.to(dtype))
     got = ops.paged_attention(
-        batch.query, batch.k_cache, batch.v_cache, batch.meta, scale=0.125, k_scale=k_scale, v_scale=v_scale
+        batch.query, batch.k_cache, batch.v_cache, batch.meta, scale=0.125, scales=KVScales(k_scale, v_scale)
     )
     want = attention64(batch, scale=0.125, window=None, soft_cap=None)
     assert relative_error(got, want) < FLOAT8_TOLERANCE[dtype]

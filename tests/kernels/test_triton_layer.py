@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvctl_kernels.metadata import KVScales
 from tests.support.triton_interpreter import repair
 
 repair()
@@ -47,7 +48,7 @@ def test_float8_stores_are_bit_exact_saturate_and_apply_scales(ops: TritonOps, d
     value = key.flip(0).contiguous()
     k_scale, v_scale = torch.tensor([1.0, 4.0]), torch.tensor([0.5, 1.0])
     k_cache, v_cache = (torch.zeros(5, 2, 16, 64, dtype=torch.uint8).view(dtype) for _ in range(2))
-    ops.store_kv(key, value, k_cache, v_cache, torch.arange(16, 80), k_scale, v_scale)
+    ops.store_kv(key, value, k_cache, v_cache, torch.arange(16, 80), KVScales(k_scale, v_scale))
     largest = torch.finfo(dtype).max
     for cache, x, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
         want = (x / scale[:, None]).clamp(-largest, largest).to(dtype)

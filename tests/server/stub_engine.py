@@ -24,6 +24,7 @@ INFO = EngineInfo(
     num_blocks=101,
     block_size=16,
     kv_cache_bytes=1 << 20,
+    kv_cache_dtype="bfloat16",
     weight_bytes=1 << 20,
     kv_tokens=1600,
     max_concurrency=6.25,

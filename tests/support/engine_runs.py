@@ -98,6 +98,8 @@ def start(
     cpu_kernels: Any = "torch",
     num_threads: int | None = None,
     kv_cache_memory_bytes: int | None = None,
+    kv_cache_dtype: Any = "auto",
+    async_scheduling: bool = True,
     seed: int = 0,
 ) -> Engine:
     """Build an engine core on the CPU."""
@@ -117,7 +119,9 @@ def start(
             cpu_kernels=cpu_kernels,
             num_gpu_blocks_override=num_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
         ),
+        async_scheduling=async_scheduling,
     )
     core, info = build_engine_core(config, time.monotonic, lines.append)
     return Engine(core, info, lines)

@@ -68,9 +68,16 @@ class Attention:
         if self._q_norm is not None and self._k_norm is not None:
             query, key = self._q_norm(query), self._k_norm(key)
         query = self._ops.rotary_and_store_kv(
-            query, key, value, positions, self._cos_sin_cache, kv.k_cache, kv.v_cache, meta.slot_mapping
+            query, key, value, positions, self._cos_sin_cache, kv.k_cache, kv.v_cache, meta.slot_mapping, kv.scales
         )
         attended = self._ops.paged_attention(
-            query, kv.k_cache, kv.v_cache, meta, scale=self._scale, window=self._window, soft_cap=self._soft_cap
+            query,
+            kv.k_cache,
+            kv.v_cache,
+            meta,
+            scale=self._scale,
+            window=self._window,
+            soft_cap=self._soft_cap,
+            scales=kv.scales,
         )
         return self._output(attended.view(num_tokens, num_heads * self._head_dim))

@@ -34,6 +34,9 @@ class WeightSource(Protocol):
     def load(self, packed: PackedTensor) -> Tensor:
         """Return the packed tensor in the model's dtype on its device; each is asked for once, in layout order."""
 
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor that need not be there, as stored."""
+
 
 class DecoderLayer:
     """Norm, attention, norm, MLP; what they add is normed too where the model has sandwich norms."""
