@@ -44,6 +44,15 @@ class HashName(StrEnum):
     XXHASH = "xxhash"
 
 
+class KVCacheDtypeName(StrEnum):
+    """What keys and values are kept in."""
+
+    AUTO = "auto"
+    FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+
 class PolicyName(StrEnum):
     """Who runs first."""
 
@@ -161,7 +170,12 @@ LoadFormat = Annotated[
 Seed = Annotated[int, _option(MODEL, "Of unseeded sampling and of dummy weights.")]
 MaxModelLen = Annotated[
     int | None,
-    _size(MODEL, "Most tokens of a request, prompt and output (32k, 32K); the model's own.", parse_length, "TOKENS"),
+    _size(
+        MODEL,
+        "Most tokens of a request, prompt and output (32k, 32K); the model's own; auto: what fits.",
+        parse_length,
+        "TOKENS",
+    ),
 ]
 ChatTemplate = Annotated[
     str | None, _option(MODEL, "File with a Jinja chat template, or the template.", metavar="FILE")
@@ -189,6 +203,7 @@ NumGpuBlocksOverride = Annotated[
 GpuMemoryUtilization = Annotated[
     float, _option(CACHE, "Share of the GPU's memory to use in all.", metavar="SHARE", min=0.0, max=1.0)
 ]
+KVCacheDtype = Annotated[KVCacheDtypeName, _option(CACHE, "auto: the model's; fp8 is fp8_e4m3.", metavar="DTYPE")]
 BlockSize = Annotated[int, _option(CACHE, "Tokens of a KV block.", metavar="TOKENS")]
 EnablePrefixCaching = Annotated[bool, _option(CACHE, "Share the KV blocks of equal prefixes.")]
 PrefixCachingHashAlgo = Annotated[HashName, _option(CACHE, "How blocks are named; xxhash is quicker.")]

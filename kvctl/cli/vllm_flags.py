@@ -77,7 +77,6 @@ REFUSED: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "--prefill-context-parallel-size": (("1",), "more than one device"),
     "--quantization": (("none",), "quantized weights"),
     "--quantization-config": ((), "quantized weights"),
-    "--kv-cache-dtype": (("auto",), "a KV cache of another dtype than the model"),
     "--kv-offloading-size": (("0",), "KV offloading"),
     "--kv-offloading-backend": ((), "KV offloading"),
     "--kv-transfer-config": ((), "KV transfer"),

@@ -11,6 +11,7 @@ from kvctl.core.config import CacheConfig, SchedulingPolicy
 from kvctl.engine.config import DeviceConfig, Dtype, LoadFormat
 from kvctl.server.options import ApiOptions
 
+AUTO_LENGTH = -1  # max_model_len: the model's own, lowered to what the KV cache holds
 POLLED_PATHS = ("/health", "/ping", "/metrics", "/load")
 PerformanceMode = Literal["balanced", "throughput", "interactivity"]
 
@@ -25,7 +26,7 @@ class ModelOptions:
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
     seed: int = 0
-    max_model_len: int | None = None  # tokens; None: the model's own
+    max_model_len: int | None = None  # tokens; None: the model's own; or AUTO_LENGTH
     chat_template: str | None = None  # Jinja text, or a file with it
     generation_config: str = "auto"  # "auto": the model's; "vllm": none; else a folder or file
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)

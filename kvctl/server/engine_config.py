@@ -17,7 +17,7 @@ from kvctl.core.config import SchedulerConfig
 from kvctl.engine.config import DeviceConfig, EngineConfig, ModelConfig
 from kvctl.engine.model_source import ModelFacts
 from kvctl.errors import ConfigError
-from kvctl.server.config import ModelOptions, SchedulerOptions, ServeConfig
+from kvctl.server.config import AUTO_LENGTH, ModelOptions, SchedulerOptions, ServeConfig
 from kvctl.server.sampling_defaults import SamplingDefaults
 from kvctl.units import GIB, MIB
 
@@ -95,12 +95,12 @@ def build_scheduler_config(asked: SchedulerOptions, max_model_len: int, gpu: Gpu
 
 
 def choose_max_model_len(asked: int | None, facts: ModelFacts) -> int:
-    """Return the longest request, prompt and output.
+    """Return the longest request, prompt and output; with `AUTO_LENGTH` the engine lowers it to what fits.
 
     Raises:
         ConfigError: more than the model was made for.
     """
-    if asked is None:
+    if asked is None or asked == AUTO_LENGTH:
         return facts.max_model_len
     if asked > facts.max_model_len:
         raise ConfigError(
@@ -123,6 +123,7 @@ def build_engine_config(config: ServeConfig, facts: ModelFacts, folder: Path) ->
         cache=config.cache,
         device=config.device,
         async_scheduling=config.scheduler.async_scheduling,
+        fit_max_model_len=config.model.max_model_len == AUTO_LENGTH,
     )
 
 

@@ -9,6 +9,7 @@ from kvctl.cli.app import build_app
 from kvctl.cli.serve import build_config
 from kvctl.cli.vllm_flags import IGNORED, REFUSED, REFUSED_SWITCHES, translate
 from kvctl.errors import ConfigError, KvctlError
+from kvctl.server.config import AUTO_LENGTH
 
 
 @pytest.fixture
@@ -78,6 +79,12 @@ def test_a_vllm_command_line_just_works(parse, capsys):
     assert config.shutdown_timeout_s == 30
 
 
+def test_auto_length_and_another_dtype_of_the_cache_are_passed_on(parse):
+    for text in ("auto", "-1"):
+        assert parse("--max-model-len", text).model.max_model_len == AUTO_LENGTH
+    assert parse("--kv-cache-dtype", "fp8").device.kv_cache_dtype == "fp8"
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
@@ -86,7 +93,6 @@ def test_a_vllm_command_line_just_works(parse, capsys):
         (["--speculative-config", "{}"], "speculative"),
         (["--quantization", "awq"], "quantized"),
         (["-q", "fp8"], "quantized"),
-        (["--kv-cache-dtype", "fp8"], "KV cache of another dtype"),
         (["--enable-lora"], "LoRA"),
         (["--enable-auto-tool-choice"], "tool calls"),
         (["--tokenizer", "other"], "tokenizer"),
@@ -101,7 +107,6 @@ def test_flags_that_would_change_the_answers_are_refused(parse, flags, what):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--kv-cache-dtype", "auto"],
         ["--data-parallel-size", "1"],
         ["--no-enable-lora"],
         ["--no-async-scheduling"],

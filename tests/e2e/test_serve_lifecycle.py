@@ -127,7 +127,9 @@ def test_the_queue_limit_the_key_and_the_socket_work_together(tiny_model, tmp_pa
 
 
 def test_lower_priority_values_run_first(tiny_model):
-    with ServeProcess.tiny(tiny_model, "--scheduling-policy", "priority", "--max-num-seqs", "1") as server:
+    small = ("--max-num-seqs", "1", "--num-gpu-blocks-override", "33", "--max-model-len", "auto")
+    with ServeProcess.tiny(tiny_model, "--scheduling-policy", "priority", *small) as server:
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 512  # 32 blocks of 16
         ends = {}
 
         def ask(priority):

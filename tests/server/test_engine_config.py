@@ -6,7 +6,7 @@ from kvctl.engine.config import DeviceConfig
 from kvctl.engine.model_source import ModelFacts
 from kvctl.errors import ConfigError
 from kvctl.server import engine_config
-from kvctl.server.config import ModelOptions, SchedulerOptions, ServeConfig
+from kvctl.server.config import AUTO_LENGTH, ModelOptions, SchedulerOptions, ServeConfig
 from kvctl.server.engine_config import (
     Gpu,
     build_engine_config,
@@ -46,6 +46,12 @@ def test_a_contradiction_that_was_asked_for_is_refused():
         build_scheduler_config(SchedulerOptions(max_num_seqs=9, max_num_batched_tokens=8), 100, None)
     with pytest.raises(ConfigError, match="over the model's own length of 8192"):
         build_engine_config(ServeConfig(model=ModelOptions(max_model_len=8193)), FACTS, "folder")
+
+
+def test_an_automatic_length_is_the_models_own_and_the_engine_may_lower_it():
+    config = build_engine_config(ServeConfig(model=ModelOptions(max_model_len=AUTO_LENGTH)), FACTS, "folder")
+    assert config.scheduler.max_model_len == 8192 and config.fit_max_model_len
+    assert not build_engine_config(ServeConfig(), FACTS, "folder").fit_max_model_len
 
 
 def test_the_gpu_is_asked_of_the_driver_only_where_it_can_be_used(monkeypatch, tmp_path):
