@@ -257,14 +257,13 @@ def speed_part(findings: Findings, marks: Marks) -> Iterable[Text | Table]:
         f" ridge {speed.ridge_flop_per_byte:.0f} FLOP/B in {speed.compute_format}; decode is bandwidth-bound "
         + (f"below batch {bound}" if bound else "at every batch up to 4096")
     )
-    table = marks.table()
-    for name in ("batch", "context", "TPOT ms", "range", "tok/s", "range", "bound by", "KV reads"):
+    table = marks.table(f"decode, each with a context of {format_count(speed.decode[0].context)}")
+    for name in ("batch", "TPOT ms", "range", "tok/s", "range", "bound by", "KV reads"):
         table.add_column(name, justify="left" if name == "bound by" else "right")
     for row in speed.decode:
         tpot, rate = row.tpot_s, row.tokens_per_s
         table.add_row(
             str(row.batch),
-            format_count(row.context),
             f"{tpot.value * 1e3:.3g}",
             f"{_brief(tpot.low * 1e3)}..{_brief(tpot.high * 1e3)}",
             format_count(rate.value),

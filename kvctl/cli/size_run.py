@@ -180,7 +180,7 @@ def build_request(options: SizeOptions) -> tuple[SizeRequest, list[str]]:
     elif options.gpu is not None:
         hardware = find_hardware(options.gpu)
     count = options.gpu_count or found_count or 1
-    tensor = options.tensor or max(1, count // options.pipeline)
+    tensor = options.tensor if options.tensor is not None else max(1, count // max(1, options.pipeline))
     request = SizeRequest(
         model=model,
         engine=options.engine,

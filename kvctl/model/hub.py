@@ -1,19 +1,20 @@
 """A model's config and weight sizes from the Hugging Face hub: small files and headers by range, never weights.
 
-Knows the hub's URLs and httpx; imported only when the network is to be asked. Floor 0.
+Knows the hub's URLs; httpx is imported only when the hub can be reached. Floor 0.
 """
 
 import os
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import httpx
 
 from kvctl.errors import InvalidRequest, ModelBroken, ModelNotFound
 from kvctl.model.lookup import MAX_CONFIG_BYTES, FoundModel, parse_config
 from kvctl.model.safetensors_header import TensorInfo, read_header
+
+if TYPE_CHECKING:
+    import httpx
 
 REACH_S = 2.0  # what an unreachable hub may cost
 TRANSFER_S = 20.0
@@ -63,6 +64,8 @@ def fetch_from_hub(name: str) -> FoundModel:
     """
     endpoint = _endpoint()
     _reach(endpoint)
+    import httpx  # 30 MB and a tenth of a second that no offline answer needs
+
     token = os.environ.get("HF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     base = f"{endpoint}/{name}/resolve/main"
@@ -77,7 +80,7 @@ def fetch_from_hub(name: str) -> FoundModel:
     return FoundModel(name, config, f"hub {urlsplit(endpoint).hostname}, now", tensors, total)
 
 
-def _get(client: httpx.Client, url: str, name: str, limit: int) -> bytes:
+def _get(client: "httpx.Client", url: str, name: str, limit: int) -> bytes:
     with client.stream("GET", url) as response:
         if response.status_code in (401, 403, 404):
             reason = "has no such model or file" if response.status_code == 404 else "does not let you read it"
@@ -91,7 +94,7 @@ def _get(client: httpx.Client, url: str, name: str, limit: int) -> bytes:
     return bytes(raw)
 
 
-def _weights(client: httpx.Client, base: str, name: str) -> tuple[tuple[TensorInfo, ...] | None, int | None]:
+def _weights(client: "httpx.Client", base: str, name: str) -> tuple[tuple[TensorInfo, ...] | None, int | None]:
     """Tensors of a single file, or the total that an index of many states; neither is an error of its own."""
     try:
         index: dict[str, Any] = parse_config(

@@ -213,3 +213,16 @@ def memory_budget(
         slack = int(weights_bytes * (_QUANTIZED_SLACK if quantized else _PLAIN_SLACK))
         kv = Range(left - inside.high - slack, left - inside.value, left - inside.low + slack // 2)
     return MemoryBudget(total, requested, weights_bytes, activation, graphs, other, kv)
+
+
+CPU_SHARE = 0.4  # of what is free with the weights loaded; the rule of `kvctl serve` on a CPU
+CPU_LIMIT_BYTES = 4 * GIB
+
+
+def host_memory_budget(*, total_bytes: int, weights_bytes: int) -> MemoryBudget:
+    """The KV cache that `kvctl serve` takes of a CPU's memory: a share of what is free, up to a limit."""
+    free = total_bytes - weights_bytes
+    value = min(CPU_LIMIT_BYTES, int(free * CPU_SHARE)) if free > 0 else free
+    low = value if value == CPU_LIMIT_BYTES else min(value, int(value * 0.8))
+    nothing = Range(0, 0, 0)
+    return MemoryBudget(total_bytes, total_bytes, weights_bytes, nothing, nothing, nothing, Range(low, value, value))

@@ -24,7 +24,14 @@ from kvctl.model.weight_formats import WeightFormat, checkpoint_format, named_fo
 from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
 from kvctl.sizing.capacity import Capacity, Limits, Pool, build_pool, capacity, priced
 from kvctl.sizing.engine_rules import EngineRules, engine_rules, latent_bytes
-from kvctl.sizing.memory import EngineDefaults, MemoryBudget, Overheads, engine_defaults, memory_budget
+from kvctl.sizing.memory import (
+    EngineDefaults,
+    MemoryBudget,
+    Overheads,
+    engine_defaults,
+    host_memory_budget,
+    memory_budget,
+)
 
 UNBOUNDED_LENGTH = 1 << 40  # tokens; the search bound of a model that does not say its longest context
 
@@ -273,6 +280,8 @@ def _budget(
             f"cannot tell: the weights of {shape.architecture} cannot be computed from this config",
             hint="Give a folder or hub id with safetensors files, or the KV memory: --kv-cache-memory-bytes 12GiB.",
         )
+    if hardware is not None and hardware.is_cpu and rules.name == "kvctl":
+        return host_memory_budget(total_bytes=total, weights_bytes=weights.bytes_per_gpu)
     return memory_budget(
         shape,
         rules,

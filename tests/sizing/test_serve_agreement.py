@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvctl.core.config import CacheConfig, SchedulerConfig
+from kvctl.engine import memory_budget
 from kvctl.engine.build import build_engine_core
 from kvctl.engine.config import DeviceConfig, EngineConfig, EngineInfo, ModelConfig
 from kvctl.engine.models.registry import parse_decoder_config
 from kvctl.model.model_shape import ModelShape
+from kvctl.sizing import memory
 from kvctl.sizing.request import SizeAnswer, SizeRequest, size_up
 from kvctl.sizing.sized_model import load_model
 from tests.support import tiny_models
@@ -80,3 +82,7 @@ def test_windows_of_the_layers_are_read_alike(tiny: tiny_models.TinyModel, tmp_p
     raw = json.loads((folder_of(tiny, tmp_path) / "config.json").read_text())
     served_windows = parse_decoder_config(raw).windows
     assert [layer.window_tokens for layer in ModelShape.from_config(raw).layers] == list(served_windows)
+
+
+def test_the_share_of_a_cpus_memory_is_serves() -> None:
+    assert (memory.CPU_SHARE, memory.CPU_LIMIT_BYTES) == (memory_budget.CPU_SHARE, memory_budget.CPU_LIMIT_BYTES)
