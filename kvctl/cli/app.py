@@ -72,6 +72,16 @@ def main() -> None:
     except KvctlError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvctl"):
+            raise  # a bug of ours
+        print_error(
+            KvctlError(
+                f"this needs the package {error.name}, which is not installed",
+                hint='Install the engine and the server too: pip install "kvctl[serve]"',
+            )
+        )
+        sys.exit(KvctlError.exit_code)
     except BrokenPipeError:  # `kvctl size ... | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
