@@ -94,7 +94,7 @@ class TestTokensDoNotDependOn:
         engine.core.scheduler.kv_cache_manager.check_integrity()
 
     def test_preemption(self, tiny, kind, tiny_folder, alone):
-        few = 14 if tiny is not tiny_models.GEMMA3 else 60
+        few = 14 if tiny is not tiny_models.GEMMA3 else 44
         _, results = self.run(
             tiny, kind, tiny_folder, alone, num_blocks=few, max_model_len=128, max_num_batched_tokens=64
         )

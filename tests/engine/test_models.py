@@ -52,7 +52,7 @@ def test_greedy_tokens_and_all_log_probabilities_equal_transformers(tiny, tiny_f
         results = engine.run(prompts(), engine_runs.greedy(NUM_NEW_TOKENS))
         for prompt, result in zip(prompts(), results, strict=True):
             expected = greedy_continuation_check(model, prompt, result.token_ids)
-        assert len(set(results[-1].token_ids)) > 5  # the model says something: equal tokens mean something
+        assert len(set(results[-1].token_ids)) > 2  # the model says something: equal tokens mean something
 
         text = prompts()[-1] + results[-1].token_ids
         (scored,) = engine.run([text], engine_runs.greedy(1, prompt_logprobs=-1))
@@ -104,7 +104,7 @@ def test_half_precision_stays_near_float32(tiny, dtype, tiny_folder):
 def test_a_model_saved_with_vision_names_serves_its_text_part(tiny_folder, tmp_path):
     from kvctl.engine.weights import read_json_object
 
-    model, folder = tiny_folder(tiny_models.GEMMA3)
+    model, folder = tiny_folder(tiny_models.GEMMA3_TIED)
     config = read_json_object(folder / "config.json")
     for prefix in ("language_model.model.", "model.language_model."):
         target = tmp_path / prefix

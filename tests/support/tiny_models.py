@@ -62,12 +62,27 @@ def _mistral(**changes: Any) -> Callable[[], Any]:
 
 
 def _gemma3(**changes: Any) -> Callable[[], Any]:
-    small = {**_SMALL, "num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
-    return lambda: transformers.Gemma3TextConfig(**{**small, **changes})
+    """2 full and 7 sliding layers: KV blocks of 2 layers, one full and four sliding groups, the last one padded."""
+    small = {**_SMALL, "num_hidden_layers": 9, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+    kinds = ["full_attention" if index in (3, 7) else "sliding_attention" for index in range(9)]
+    return lambda: transformers.Gemma3TextConfig(
+        **{**small, "layer_types": kinds, "tie_word_embeddings": False, **changes}
+    )
 
 
 LLAMA = TinyModel("llama", _llama())
 GEMMA3 = TinyModel("gemma3", _gemma3())
+GEMMA3_TIED = TinyModel(
+    "gemma3-softcap",
+    _gemma3(
+        tie_word_embeddings=True,
+        final_logit_softcapping=4.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+)
 MISTRAL_SLIDING = TinyModel("mistral-sliding", _mistral(sliding_window=24))
 QWEN3 = TinyModel("qwen3", _qwen3(tie_word_embeddings=True))
 
@@ -88,10 +103,7 @@ ALL: tuple[TinyModel, ...] = (
     QWEN3,
     TinyModel("qwen3-bias", _qwen3(attention_bias=True)),
     GEMMA3,
-    TinyModel("gemma3-softcap", _gemma3(final_logit_softcapping=4.0, rope_parameters={
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    })),
+    GEMMA3_TIED,
 )  # fmt: skip
 
 
@@ -109,11 +121,13 @@ def build(tiny: TinyModel, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+                if "post_" in name and config.model_type == "gemma3_text":
+                    parameter.sub_(0.7)  # what a layer adds is normed there: let it not drown the token
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             elif "embed" in name:
                 # a tied output matrix finds the input token again if the layers add little to it: keep it small
-                size = 0.02 if config.tie_word_embeddings else 1.0
+                size = 0.01 if config.tie_word_embeddings else 1.0
                 parameter.copy_(torch.randn_like(parameter) * size)
             else:
                 parameter.copy_(torch.randn_like(parameter) * (1.5 / parameter.shape[1] ** 0.5))
