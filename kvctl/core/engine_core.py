@@ -5,10 +5,10 @@
 
 from typing import Protocol
 
-from kvctl.core.request import FinishReason, Request
+from kvctl.core.request import Request
 from kvctl.core.scheduler import Scheduler
 from kvctl.core.step import AdmissionEvent, EngineOutput, ModelRunnerOutput, SchedulerOutput, StepResult
-from kvctl.errors import InvalidRequest, InvariantViolation
+from kvctl.errors import InvariantViolation
 
 
 class ModelRunner(Protocol):
@@ -34,19 +34,17 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._clock = clock
-        self._refused: list[EngineOutput] = []  # told with the next step
 
     def close(self) -> None:
         """Let go of what the core itself started; nothing here."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that can never run ends with the next step's outputs, carrying the error."""
-        try:
-            self.scheduler.add(request)
-        except InvalidRequest as error:
-            self._refused.append(
-                EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
-            )
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: it can never run; nothing was queued.
+        """
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request without further output; unknown and finished ids are fine. Its blocks are free at once."""
@@ -54,7 +52,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or bool(self._refused)
+        return self.scheduler.has_work
 
     def step(self) -> StepResult:
         """Run one step and tell what came of it.
@@ -63,13 +61,13 @@ class EngineCore:
             InvariantViolation: requests wait, none runs, and still none can be admitted.
         """
         started_s = self._clock()
-        outputs, self._refused = self._refused, []
+        outputs: list[EngineOutput] = []
         plan = self.scheduler.schedule()
         scheduled_s = self._clock()
         if plan.is_empty:
             self._check_not_stuck()
         else:
-            outputs += self.scheduler.update(plan, self.runner.execute(plan))
+            outputs = self.scheduler.update(plan, self.runner.execute(plan))
         return self._result(outputs, plan, started_s, scheduled_s)
 
     def _check_not_stuck(self) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvctl.core.engine_core import Clock, EngineCore, ModelRunner
 from kvctl.core.scheduler import Scheduler
-from kvctl.core.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvctl.core.step import EngineOutput, ModelRunnerOutput, SchedulerOutput, StepResult
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -38,7 +38,7 @@ class PipelinedEngineCore(EngineCore):
             InvariantViolation: requests wait, none runs, and still none can be admitted.
         """
         started_s = self._clock()
-        outputs, self._refused = self._refused, []
+        outputs: list[EngineOutput] = []
         plan = self.scheduler.schedule()
         scheduled_s = self._clock()
         if not plan.is_empty:
@@ -47,5 +47,5 @@ class PipelinedEngineCore(EngineCore):
             self._check_not_stuck()
         if self._in_flight and (plan.is_empty or len(self._in_flight) == MAX_STEPS_IN_FLIGHT):
             oldest, future = self._in_flight.popleft()
-            outputs += self.scheduler.update(oldest, future.result())
+            outputs = self.scheduler.update(oldest, future.result())
         return self._result(outputs, plan, started_s, scheduled_s)

@@ -89,7 +89,6 @@ class EngineOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
-    error: str | None = None  # with FinishReason.ERROR: what to tell the client
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """From an EngineConfig to a running EngineCore: read, check, load, measure, allocate.
 
-Knows no process and no server: it imports torch and the core only, so that it also runs where fastapi, pyzmq and
+Knows no process and no server: it imports torch and the core only, so that it also runs where fastapi, msgspec and
 the rest are not installed. Everything that can be wrong with a model is found before its weights are loaded. Floor 2.
 """
 

@@ -231,9 +231,6 @@ class OutputProcessor:
     def _process_one(self, child: _Child, output: EngineOutput, now_s: float) -> bool:
         """Hand out one output; return whether the engine must be told to abort."""
         new_token_ids = output.new_token_ids
-        if output.finish_reason is FinishReason.ERROR:
-            self._fail_from_engine(child, output)
-            return False
         if new_token_ids:
             self._measure(child, output, now_s)
         text, stop = child.text_of(output)
@@ -270,11 +267,6 @@ class OutputProcessor:
             )
         else:
             self._metrics.inter_token_latency(now_s - last_s)
-
-    def _fail_from_engine(self, child: _Child, output: EngineOutput) -> None:
-        message, _, hint = (output.error or "the engine could not finish the request").partition("\n")
-        kind = KvctlError if child.num_output_tokens else InvalidRequest  # before any token: it was refused
-        self.fail(child.request_id, kind(message, hint=hint or None))
 
     def _end(self, child: _Child, delivery: RequestOutput, reason: FinishReason) -> None:
         del self._children[child.request_id]

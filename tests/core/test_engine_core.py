@@ -6,7 +6,7 @@ from kvctl.core.engine_core import EngineCore
 from kvctl.core.pipelined_engine_core import PipelinedEngineCore
 from kvctl.core.request import FinishReason
 from kvctl.core.step import ModelRunnerOutput, SchedulerOutput
-from kvctl.errors import InvariantViolation
+from kvctl.errors import InvalidRequest, InvariantViolation
 from tests.support.schedulers import make_request, make_scheduler
 
 
@@ -57,22 +57,12 @@ def test_a_step_tells_tokens_admissions_and_times() -> None:
     assert not core.has_work()
 
 
-def test_a_request_that_can_never_run_ends_with_an_error_and_disturbs_nobody() -> None:
+def test_a_request_that_can_never_run_is_refused_and_disturbs_nobody() -> None:
     core = EngineCore(make_scheduler(num_blocks=5), CountingRunner(), Ticks())
     core.add(make_request("fits", 4, max_tokens=1))
-    core.add(make_request("too long", 400))
-    outputs = {o.request_id: o for o in core.step().outputs}
-    assert outputs["fits"].finish_reason is FinishReason.LENGTH
-    assert outputs["too long"].finish_reason is FinishReason.ERROR
-    assert "400 tokens" in (outputs["too long"].error or "")
-    assert not core.has_work()
-
-
-def test_a_refused_request_alone_still_ends() -> None:
-    core = EngineCore(make_scheduler(num_blocks=5), CountingRunner(), Ticks())
-    core.add(make_request("too long", 400))
-    assert core.has_work()
-    assert core.step().outputs[0].finish_reason is FinishReason.ERROR
+    with pytest.raises(InvalidRequest, match="400 tokens"):
+        core.add(make_request("too long", 400))
+    assert [o.request_id for o in core.step().outputs] == ["fits"]
     assert not core.has_work()
 
 
@@ -188,9 +178,10 @@ def test_an_id_stays_taken_while_a_step_in_flight_samples_for_it() -> None:
     core.add(make_request("a", 5, max_tokens=50))
     core.step()
     core.abort("a")
+    with pytest.raises(InvalidRequest, match="in use"):
+        core.add(make_request("a", 5, max_tokens=50))
+    assert [o for _ in range(2) for o in core.step().outputs] == []
     core.add(make_request("a", 5, max_tokens=50))
-    outputs = [o for _ in range(2) for o in core.step().outputs]
-    assert [(o.finish_reason, "in use" in (o.error or "")) for o in outputs] == [(FinishReason.ERROR, True)]
     core.close()
 
 

@@ -138,13 +138,9 @@ def test_a_request_that_can_never_fit_ends_alone(start):
     engine.add("huge", b"x" * 200)
     engine.add("twice", b"abc")
     engine.add("twice", b"abc")
-    refused = []
-    while len(refused) < 2:
-        message = engine.receive()
-        if isinstance(message, wire.StepDone):
-            refused += [o for o in message.result.outputs if o.error]
-    assert {output.request_id for output in refused} == {"huge", "twice"}
-    assert "KV cache" in next(output.error for output in refused if output.request_id == "huge")
+    refused = [engine.until(wire.RequestRejected) for _ in range(2)]
+    assert [message.request_id for message in refused] == ["huge", "twice"]
+    assert "KV cache" in refused[0].error.message and refused[0].error.param == "input_tokens"
 
 
 def test_a_request_that_trips_a_bug_while_it_is_added_ends_alone(capfd, start):

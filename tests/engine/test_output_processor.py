@@ -8,12 +8,12 @@ from kvctl.core.step import AdmissionEvent, EngineOutput, SchedulerStats, StepRe
 from kvctl.engine.engine_metrics import EngineMetrics
 from kvctl.engine.output_processor import OutputProcessor
 from kvctl.engine.wire import EngineRequest
-from kvctl.errors import EngineDead, InvalidRequest, KvctlError
+from kvctl.errors import EngineDead, InvalidRequest
 from kvctl.metrics.recorder import InMemoryRecorder
 from tests.support.byte_tokenizer import EOS_ID, build_tokenizer
 
 TOKENIZER = build_tokenizer()
-ABORT, ERROR, LENGTH, STOP = FinishReason.ABORT, FinishReason.ERROR, FinishReason.LENGTH, FinishReason.STOP
+ABORT, LENGTH, STOP = FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP
 
 
 class ListSink:
@@ -190,22 +190,6 @@ def test_an_id_in_use_is_refused(harness):
     assert harness.processor.unfinished_ids() == ["r"]
 
 
-def test_what_the_engine_refuses_is_an_invalid_request(harness):
-    sink = harness.add()
-    harness.step(EngineOutput("r", [], ERROR, error="too long\nShorten it."))
-    assert type(sink.error) is InvalidRequest
-    assert (sink.error.message, sink.error.hint) == ("too long", "Shorten it.")
-    assert harness.ended() == {"error": 1}
-    assert harness.processor.num_unfinished == 0
-
-
-def test_an_error_after_tokens_is_the_servers(harness):
-    sink = harness.add()
-    harness.say("x")
-    harness.step(EngineOutput("r", [], ERROR))
-    assert type(sink.error) is KvctlError
-
-
 def test_a_bug_in_one_requests_text_ends_that_request_only(harness):
     broken, other = harness.add("broken"), harness.add("other")
     harness.processor._children["broken"].detokenizer = None
@@ -296,7 +280,8 @@ def test_the_state_of_a_step_is_on_the_gauges(harness):
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 5), st.integers(1, 3)),
-        st.tuples(st.just("token"), st.integers(0, 5), st.integers(0, 2), st.sampled_from([None, LENGTH, STOP, ERROR])),
+        st.tuples(st.just("token"), st.integers(0, 5), st.integers(0, 2), st.sampled_from([None, LENGTH, STOP])),
+        st.tuples(st.just("refuse"), st.integers(0, 5)),
         st.tuples(st.just("abort"), st.integers(0, 5)),
         st.tuples(st.just("die")),
     ),
@@ -318,6 +303,8 @@ def test_accepted_requests_are_those_that_ended_and_those_still_here(plan):
                     harness.step(EngineOutput(request_id, [97], finish))
             case ("abort", number):
                 harness.processor.abort(f"r{number}")
+            case ("refuse", number) if harness.processor.has(f"r{number}"):
+                harness.processor.fail(f"r{number}", InvalidRequest("too long"))
             case ("die",):
                 harness.processor.fail_all(EngineDead("gone"))
         open_children = len(harness.processor._children)
