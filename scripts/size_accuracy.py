@@ -43,7 +43,6 @@ EXPLAINED = {
     "r1-align-off": "the run switched 0.7's latent padding off (VLLM_MLA_CUDA_MEM_ALIGN_KV_CACHE=0)",
     "glm51-rocm-err": "about 923 bytes per layer and token on ROCm: not explained by any known layout",
     "dsv4-flash-1m": "how vLLM packs DeepSeek V4's compressed layers is not pinned: answers 'cannot tell'",
-    "dcp2-qwen3-235b-tp8": "decode context parallelism multiplies the printed tokens",
 }
 
 
@@ -133,6 +132,7 @@ class Cases:
             max_num_batched_tokens=flag(flags, "max_num_batched_tokens"),
             prefix_caching=True if "prefix caching" in flags else None,
             enforce_eager="enforce_eager" in flags,
+            context_parallel=flag(flags, "decode_context_parallel") or 1,
         )
 
 

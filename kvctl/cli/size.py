@@ -78,10 +78,14 @@ Data = Annotated[int, typer.Option("--data-parallel-size", "--dp", help="Replica
 Expert = Annotated[
     bool, typer.Option("--enable-expert-parallel", help="Split experts by expert.", rich_help_panel=ENGINE)
 ]
+ContextParallel = Annotated[
+    int,
+    typer.Option("--decode-context-parallel-size", "--dcp", help="Ranks that share a context.", rich_help_panel=ENGINE),
+]
 KVDtype = Annotated[KVDtypeName, typer.Option("--kv-cache-dtype", help="KV format.", rich_help_panel=ENGINE)]
 BlockSize = Annotated[int | None, typer.Option("--block-size", help="Tokens a block.", rich_help_panel=ENGINE)]
 MaxLen = Annotated[
-    str | None, typer.Option("--max-model-len", help="Longest request, like 32k.", rich_help_panel=ENGINE)
+    str | None, typer.Option("--max-model-len", help="Longest request, like 32k; auto.", rich_help_panel=ENGINE)
 ]
 MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Requests at once.", rich_help_panel=ENGINE)]
 MaxTokens = Annotated[
@@ -143,6 +147,7 @@ def size(
     pipeline_parallel_size: Pipeline = 1,
     data_parallel_size: Data = 1,
     enable_expert_parallel: Expert = False,
+    decode_context_parallel_size: ContextParallel = 1,
     kv_cache_dtype: KVDtype = KVDtypeName.AUTO,
     block_size: BlockSize = None,
     max_model_len: MaxLen = None,
@@ -187,6 +192,7 @@ def size(
         pipeline=pipeline_parallel_size,
         data=data_parallel_size,
         expert=enable_expert_parallel,
+        context_parallel=decode_context_parallel_size,
         kv_dtype=str(kv_cache_dtype),
         block_size=block_size,
         max_model_len=max_model_len,

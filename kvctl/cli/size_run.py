@@ -22,6 +22,7 @@ from kvctl.sizing.users import UsersFit, users_fit
 from kvctl.units import parse_bytes, parse_count
 
 EXIT_FITS, EXIT_CANNOT_TELL, EXIT_TOO_LARGE = 0, 3, 4
+AUTO_LENGTHS = ("auto", "-1")  # vLLM's ways to ask for the longest length that fits
 BATCHES = (1, 4, 16, 64, 256)
 _DEFAULT_PROMPT = 1024  # tokens of the prompt whose TTFT is shown when none is asked for
 _DECODE_CONTEXT = 2048
@@ -46,6 +47,7 @@ class SizeOptions:
     pipeline: int = 1
     data: int = 1
     expert: bool = False
+    context_parallel: int = 1
     kv_dtype: str = "auto"
     block_size: int | None = None
     max_model_len: str | None = None
@@ -123,6 +125,9 @@ def find_out(options: SizeOptions) -> Findings:
         if recommended is not None:
             request = recommended.request
     answer = size_up(request)
+    if options.max_model_len in AUTO_LENGTHS and answer.capacity is not None and answer.capacity.max_context_tokens:
+        request = replace(request, max_model_len=answer.capacity.max_context_tokens)
+        answer = size_up(request)
     speed = offload = None
     if request.hardware is not None and answer.weights is not None and answer.weights.active_parameters:
         model = SpeedModel(
@@ -193,12 +198,13 @@ def build_request(options: SizeOptions) -> tuple[SizeRequest, list[str]]:
         dtype=options.dtype,
         quantization=options.quantization,
         block_size=options.block_size,
-        max_model_len=_count(options.max_model_len),
+        max_model_len=None if options.max_model_len in AUTO_LENGTHS else _count(options.max_model_len),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=_count(options.max_num_batched_tokens),
         prefix_caching=options.prefix_caching,
         prefix_share=options.prefix_share,
         enforce_eager=options.eager,
+        context_parallel=options.context_parallel,
     )
     if options.gpu_count is not None and options.gpu_count != request.parallel.gpus * options.data:
         raise ConfigError(

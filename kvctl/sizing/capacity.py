@@ -6,7 +6,7 @@ kv_plan.py, and for the models it serves both give the same numbers (tested). Fl
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvctl.core.kv_cache_groups import layers_per_block
 from kvctl.errors import ModelNotSupported
@@ -14,6 +14,8 @@ from kvctl.model.kv_cache_spec import KVCacheSpec
 from kvctl.model.layer_shape import LayerKind
 from kvctl.sizing.engine_rules import EngineRules, mamba_blocks_per_request
 
+_ALIGN, _LATENT_ALIGN = 16, 64  # tokens that kernels want a block to be a multiple of (FlashMLA: 64)
+_CELLS_MULTIPLE = 256  # llama.cpp rounds a window's cells up to this
 _UNBOUNDED = (LayerKind.FULL, LayerKind.MLA)
 
 
@@ -38,13 +40,15 @@ class Limits:
     max_num_batched_tokens: int
     max_num_seqs: int = 256
     prefix_caching: bool | None = None
+    context_parallel: int = 1  # ranks that share the tokens of a request (decode context parallelism)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The groups of a model under an engine, and the block that all of them share.
 
-    `separate_state_bytes`: recurrent bytes per request that the engine keeps outside the pool.
+    `separate_state_bytes`: recurrent bytes per request that the engine keeps outside the pool; `separate_windows`:
+    windowed layers that llama.cpp gives a small cache of a fixed number of cells.
     """
 
     rules: EngineRules
@@ -52,6 +56,7 @@ class Pool:
     block_bytes: int
     block_tokens: int  # of the group with the most tokens in reach
     separate_state_bytes: int = 0
+    separate_windows: tuple[tuple[int, int], ...] = ()  # (window, bytes per token) of layers with a cache of their own
     notes: tuple[str, ...] = ()
 
     def blocks_per_request(self, num_tokens: int, limits: Limits) -> int:
@@ -83,7 +88,8 @@ def _group_blocks(group: PoolGroup, num_tokens: int, limits: Limits, rules: Engi
     if group.kind is LayerKind.CROSS:  # sized for the encoder's batch budget, not for one request's source
         return -(-max(limits.max_num_batched_tokens, group.source_tokens or 0) // size)
     if group.window_tokens is None:
-        return -(-num_tokens // size)
+        own_tokens = -(-num_tokens // limits.context_parallel)
+        return -(-own_tokens // size)
     if group.kind is LayerKind.CHUNKED:
         return -(-min(group.window_tokens + limits.max_num_batched_tokens, num_tokens) // size)
     return -(-min(group.window_tokens - 1 + limits.max_num_batched_tokens, num_tokens) // size) + 1
@@ -126,6 +132,12 @@ def build_pool(
             hint="Give the model's full config.json.",
         )
     size = block_size or _default_block(attention, rules)
+    windows: tuple[tuple[int, int], ...] = ()
+    if rules.name == "llama.cpp" and any(s.window_tokens is None for s in attention):
+        windows = tuple((s.window_tokens, s.bytes_per_token) for s in attention if s.window_tokens is not None)
+        attention = [s for s in attention if s.window_tokens is None]
+    if windows and not apart:
+        return replace(_pool(rules, _uniform(attention, size)), separate_windows=windows)
     if apart:
         unknown = "The recurrent state's size is not in this config: it is not counted."
         notes = [unknown] if any(s.state_bytes is None for s in states) else []
@@ -133,7 +145,7 @@ def build_pool(
     kinds = {(s.kind in _UNBOUNDED, s.kind, s.window_tokens) for s in attention}
     if len({(k[0], None if k[0] else k[1:]) for k in kinds}) <= 1 and not states:
         return _pool(rules, _uniform(attention, size))
-    return _pool(rules, _hybrid(attention, states, size, state_align))
+    return _pool(rules, _hybrid(attention, states, size))
 
 
 def _default_block(attention: Sequence[KVCacheSpec], rules: EngineRules) -> int:
@@ -158,12 +170,11 @@ def _uniform(attention: Sequence[KVCacheSpec], size: int) -> list[PoolGroup]:
     ]
 
 
-def _hybrid(
-    attention: Sequence[KVCacheSpec], states: Sequence[KVCacheSpec], size: int, state_align: int
-) -> list[PoolGroup]:
+def _hybrid(attention: Sequence[KVCacheSpec], states: Sequence[KVCacheSpec], size: int) -> list[PoolGroup]:
     buckets: dict[tuple[LayerKind, int | None, int], list[KVCacheSpec]] = defaultdict(list)
     for spec in [*attention, *states]:
         buckets[spec.kind, spec.window_tokens, spec.bytes_per_token].append(spec)
+    state_align = _LATENT_ALIGN if any(s.kind is LayerKind.MLA for s in attention) else _ALIGN
     if states and attention:  # the attention block grows until one state fits into one layer's page
         smallest = min(s.bytes_per_token for s in attention)
         largest_state = max(s.state_bytes or 0 for s in states)
@@ -224,7 +235,8 @@ def printed_tokens(pool: Pool, num_blocks: int, limits: Limits) -> int:
         return 0
     if pool.rules.tokens_are_concurrency:
         return int(num_blocks / pool.blocks_per_request(limits.max_model_len, limits) * limits.max_model_len)
-    return num_blocks // len(pool.groups) * min(g.block_tokens or pool.block_tokens for g in pool.groups)
+    smallest = min(g.block_tokens or pool.block_tokens for g in pool.groups)
+    return num_blocks // len(pool.groups) * smallest * limits.context_parallel
 
 
 def capacity(
@@ -235,6 +247,8 @@ def capacity(
     `longest_tokens` bounds the search for the longest request (the model's own limit).
     """
     slots = None
+    fixed = window_cells_bytes(pool, limits)
+    kv_bytes -= fixed
     if pool.separate_state_bytes:
         kv_bytes, slots = _set_states_apart(pool, kv_bytes, limits)
     blocks = num_blocks if num_blocks is not None else max(0, kv_bytes) // pool.block_bytes if pool.block_bytes else 0
@@ -256,9 +270,22 @@ def capacity(
         max_concurrency=concurrency if slots is None else min(concurrency, float(slots)),
         max_context_tokens=longest_request(pool, fitting, limits, longest_tokens) if pool.groups else longest_tokens,
         fits=needed_blocks <= fitting and (slots is None or slots >= 1),
-        needed_bytes=needed_blocks * pool.block_bytes + pool.separate_state_bytes,
+        needed_bytes=needed_blocks * pool.block_bytes + pool.separate_state_bytes + fixed,
         state_slots=slots,
     )
+
+
+def window_cells_bytes(pool: Pool, limits: Limits) -> int:
+    """Bytes of llama.cpp's caches of windowed layers: a window per sequence and one batch, rounded up.
+
+    Source: llama_kv_cache_iswa (n_swa * n_seq_max + n_ubatch, padded to 256); gpt-oss prints 1280 cells.
+    """
+    total = 0
+    for window, token_bytes in pool.separate_windows:
+        cells = window * limits.max_num_seqs + limits.max_num_batched_tokens
+        cells = min(-(-cells // _CELLS_MULTIPLE) * _CELLS_MULTIPLE, limits.max_model_len * limits.max_num_seqs)
+        total += cells * token_bytes
+    return total
 
 
 def _set_states_apart(pool: Pool, kv_bytes: int, limits: Limits) -> tuple[int, int]:

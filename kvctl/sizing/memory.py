@@ -88,7 +88,9 @@ def engine_defaults(
         return EngineDefaults(0.88, 8192, 256)
     if rules.name == "trtllm":
         return EngineDefaults(0.9, 8192, 256)
-    return EngineDefaults(1.0, 2048, 1 if rules.name == "llama.cpp" else 256)
+    if rules.name == "llama.cpp":
+        return EngineDefaults(1.0, 512, 1)  # n_ubatch, n_parallel
+    return EngineDefaults(1.0, 2048, 256)
 
 
 _PLAIN_SLACK = 0.015  # padding and buffers over the counted weights

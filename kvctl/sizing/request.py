@@ -77,6 +77,7 @@ class SizeRequest:
     prefix_share: float = 0.0
     learnt: Overheads | None = None
     enforce_eager: bool = False
+    context_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,20 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     has_latent = any(x.kind is LayerKind.MLA for x in shape.layers)
     defaults = engine_defaults(rules, request.hardware, max_model_len, has_latent=has_latent)
     tokens = request.max_num_batched_tokens or defaults.max_num_batched_tokens
-    limits = Limits(max_model_len, tokens, request.max_num_seqs or defaults.max_num_seqs, request.prefix_caching)
+    limits = Limits(
+        max_model_len,
+        tokens,
+        request.max_num_seqs or defaults.max_num_seqs,
+        request.prefix_caching,
+        request.context_parallel,
+    )
     kv_dtype = _resolve_kv_dtype(request, shape)
     all_specs = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, request.parallel.tensor))
     whole = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, 1))
     specs = _stage(all_specs, shape.num_layers, request.parallel.pipeline)
     counted = all_specs if rules.fit_counts_all_stages else specs  # what this version sets against one GPU
-    pool, pool_error = _pool(specs, rules, request.block_size)
+    block_size = request.block_size or _device_block(request.hardware, rules, max_model_len)
+    pool, pool_error = _pool(specs, rules, block_size)
     weights = _weights(request, dtype)
     budget = _budget(request, rules, shape, defaults, limits, weights, dtype)
     kv_bytes = request.kv_bytes if request.kv_bytes is not None else budget.kv.value if budget else None
@@ -183,6 +191,7 @@ def _validate(request: SizeRequest) -> None:
         ("max-model-len", request.max_model_len),
         ("max-num-seqs", request.max_num_seqs),
         ("max-num-batched-tokens", request.max_num_batched_tokens),
+        ("decode-context-parallel-size", request.context_parallel),
     ):
         if value is not None and not 1 <= value <= 1 << 40:
             raise ConfigError(f"--{option} is {value:,}", hint="Give a whole number of 1 or more.")
@@ -190,6 +199,11 @@ def _validate(request: SizeRequest) -> None:
         raise ConfigError(f"--gpu-memory-utilization is {request.utilization}", hint="Give a share over 0, at most 1.")
     if not 0 <= request.prefix_share < 1:
         raise ConfigError(f"--prefix-share is {request.prefix_share}", hint="Give a share of the prompt, 0 to under 1.")
+    if request.parallel.tensor % request.context_parallel:
+        raise ConfigError(
+            f"--decode-context-parallel-size {request.context_parallel} does not divide tp {request.parallel.tensor}",
+            hint="It shares the ranks of tensor parallelism.",
+        )
     if request.parallel.pipeline > request.model.shape.num_layers:
         raise ConfigError(
             f"--pipeline-parallel-size {request.parallel.pipeline} exceeds the model's "
@@ -244,6 +258,17 @@ def _pool(
         return build_pool(specs, rules, block_size), None
     except ModelNotSupported as error:
         return None, error
+
+
+def _device_block(hardware: HardwareProfile | None, rules: EngineRules, max_model_len: int) -> int | None:
+    """TPUs get larger blocks: a sixteenth of the length, as a power of two from 16 to 256. None: the engine's own.
+
+    Source: vLLM's PallasAttentionBackend; a log estimates 5,632 tokens where blocks of 16 would give 5,808.
+    """
+    if hardware is None or hardware.vendor != "google" or rules.name != "vllm":
+        return None
+    power = 1 << (max_model_len - 1).bit_length()
+    return min(256, max(16, power // 16))
 
 
 def _weights(request: SizeRequest, dtype: str) -> WeightSize | None:

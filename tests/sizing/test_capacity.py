@@ -164,3 +164,34 @@ def test_capacity_never_contradicts_itself(shape, kv_bytes: int, length: int, en
     assert more.num_blocks == found.num_blocks + 1
     assert more.max_concurrency >= found.max_concurrency
     assert pool.blocks_per_request(length, limits) <= pool.blocks_per_request(length + 1, limits)
+
+
+def test_ranks_that_share_a_context_multiply_the_tokens() -> None:
+    from kvctl.model.weight_size import Parallelism
+
+    choices = {"engine": "vllm@0.10.2", "kv_bytes": 20 * GIB, "parallel": Parallelism(8), "max_model_len": 262_144}
+    alone = ask("Qwen/Qwen3-235B-A22B", **choices).capacity
+    shared = ask("Qwen/Qwen3-235B-A22B", **choices, context_parallel=2).capacity
+    assert alone is not None and shared is not None
+    assert shared.kv_tokens == 2 * alone.kv_tokens
+    assert shared.max_concurrency == pytest.approx(shared.kv_tokens / 262_144, rel=1e-3)
+
+
+def test_llamacpp_gives_windowed_layers_a_small_cache_of_their_own() -> None:
+    answer = ask("openai/gpt-oss-120b", engine="llama.cpp", kv_bytes=2 * GIB, max_num_seqs=6, max_model_len=32_768)
+    assert answer.capacity is not None and answer.pool is not None
+    cells = 1280  # 6 x 128 + 512, as a log of gpt-oss prints
+    layer = 2 * 8 * 64 * 2
+    assert answer.capacity.kv_tokens == (2 * GIB - 18 * cells * layer) // (18 * layer)
+
+
+def test_tpus_have_blocks_of_a_sixteenth_of_the_length() -> None:
+    from kvctl.model.hardware import find_hardware
+
+    answer = ask("meta-llama/Llama-3.1-8B", engine="vllm", hardware=find_hardware("tpu-v6e"), max_model_len=131_072)
+    assert answer.pool is not None and answer.pool.block_tokens == 256
+
+
+def test_latent_hybrids_round_blocks_to_64_tokens() -> None:
+    answer = ask("moonshotai/Kimi-K3", engine="vllm", kv_bytes=10 * GIB, parallel=_tp(8))
+    assert answer.pool is not None and answer.pool.block_tokens % 64 == 0
