@@ -30,7 +30,7 @@ from kvctl.engine.models.decoder_config import DecoderConfig
 from kvctl.engine.models.registry import parse_decoder_config
 from kvctl.engine.models.weight_layout import all_tensors
 from kvctl.engine.ops import AttentionMetadata, KVScales, select_ops
-from kvctl.engine.sampler import Sampler
+from kvctl.engine.sampler import Sampler, select_sampling
 from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
 from kvctl.errors import OutOfMemory
 from kvctl.sizing.kv_plan import (
@@ -105,7 +105,12 @@ def build_engine_core(
     runner = TorchModelRunner(
         loaded.decoder,
         kv_cache,
-        Sampler(loaded.config.vocab_size, loaded.device, config.model.seed),
+        Sampler(
+            loaded.config.vocab_size,
+            loaded.device,
+            config.model.seed,
+            select_sampling(loaded.device, config.device.cpu_kernels, loaded.num_threads),
+        ),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.scheduler.max_model_len,
         num_groups=len(groups),

@@ -16,17 +16,64 @@ and tokens only, bit for bit, whatever else is in the batch. Floor 2.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.core.step import TokenLogprobs
+from kvctl.engine.config import CpuKernels
 from kvctl.engine.logprobs import token_logprobs
 from kvctl.engine.sampler_random import filtered_race, keys_tensor, mix64, race, token_key
 from kvctl.engine.sampler_row import SamplingRow
+from kvctl_kernels.cpu_build import NativeUnavailable, load_native
+from kvctl_kernels.cpu_sampling import NativeSampling
 
-__all__ = ["Sampler", "SamplerOutput", "SamplingBatch", "SamplingRow"]
+__all__ = ["Sampler", "SamplerOutput", "SamplingBatch", "SamplingKernels", "SamplingRow", "select_sampling"]
+
+
+class SamplingKernels(Protocol):
+    """The two operations that look at every token of the vocabulary."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of the largest logit of each row [R, V], the first of equal ones: int64 [R]."""
+
+    def draw(self, scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """Draw a token per row, as `sampler_random.filtered_race` describes."""
+
+
+class TorchSampling:
+    """Plain torch, on any device."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See `SamplingKernels`."""
+        return logits.argmax(dim=-1)
+
+    def draw(self, scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """See `SamplingKernels`."""
+        filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+        limited, free = filtered.nonzero().squeeze(1), (~filtered).nonzero().squeeze(1)
+        tokens = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
+        if len(free):
+            tokens[free] = race(scaled[free], keys[free])
+        if len(limited):
+            tokens[limited] = filtered_race(
+                scaled[limited], keys[limited], top_k[limited], top_p[limited], min_p[limited]
+            )
+        return tokens
+
+
+def select_sampling(
+    device: torch.device | str, cpu_kernels: CpuKernels = "auto", num_threads: int | None = None
+) -> SamplingKernels:
+    """Choose as `select_ops` does; where the native kernels cannot be had, `select_ops` has told why already."""
+    if torch.device(device).type != "cpu" or cpu_kernels == "torch":
+        return TorchSampling()
+    try:
+        return NativeSampling(load_native(), num_threads or torch.get_num_threads())
+    except NativeUnavailable:
+        return TorchSampling()
 
 
 @dataclass(slots=True)
@@ -41,12 +88,11 @@ class SamplingBatch:
     """The rows that sample together, sorted into what has to be done to them. Reusable while the rows are the same."""
 
     __slots__ = (
-        "free",
         "greedy",
         "is_plain_greedy",
-        "limited",
         "min_p",
         "processed",
+        "random",
         "rows",
         "temperatures",
         "top_k",
@@ -66,20 +112,26 @@ class SamplingBatch:
         worked = [rows[i] for i in self.worked]
         self.processed = [i for i, row in enumerate(worked) if row.is_processed]
         self.greedy = [i for i, row in enumerate(worked) if row.is_greedy]
-        self.free = [i for i, row in enumerate(worked) if not row.is_greedy and not row.is_filtered]
-        self.limited = [i for i, row in enumerate(worked) if not row.is_greedy and row.is_filtered]
-        limited = [worked[i].params for i in self.limited]
+        self.random = [i for i, row in enumerate(worked) if not row.is_greedy]
+        drawn = [worked[i].params for i in self.random]
         self.temperatures = torch.tensor([1.0 if row.is_greedy else row.params.temperature for row in worked])
-        self.top_k = torch.tensor([params.top_k for params in limited], dtype=torch.int64)
-        self.top_p = torch.tensor([params.top_p for params in limited])
-        self.min_p = torch.tensor([params.min_p for params in limited])
+        self.top_k = torch.tensor([params.top_k for params in drawn], dtype=torch.int64)
+        self.top_p = torch.tensor([params.top_p for params in drawn])
+        self.min_p = torch.tensor([params.min_p for params in drawn])
 
 
 class Sampler:
     """Draws tokens. `seed` is the engine's: unseeded requests get their streams from it, in order of arrival."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        kernels: SamplingKernels | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._kernels = kernels or TorchSampling()
         self._device = torch.device(device)
         self._seed = mix64(seed ^ 0x6B7663746C)  # apart from a request that gives the same number as its seed
         self._num_unseeded = 0
@@ -106,14 +158,14 @@ class Sampler:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         """Choose a token per row: logits [R, V], float32 or the model's dtype; they are not changed."""
         if batch.is_plain_greedy:
-            token_ids: list[int] = logits.argmax(dim=-1).tolist()
+            token_ids: list[int] = self._kernels.argmax(logits).tolist()
         else:
             token_ids = self._sample_mixed(logits, batch)
         return SamplerOutput(token_ids, self._logprobs(logits, batch, token_ids) if batch.with_logprobs else None)
 
     def _sample_mixed(self, logits: Tensor, batch: SamplingBatch) -> list[int]:
         everything = len(batch.worked) == len(batch.rows)
-        chosen = torch.empty(len(batch.rows), dtype=torch.int64) if everything else logits.argmax(dim=-1).cpu()
+        chosen = torch.empty(len(batch.rows), dtype=torch.int64) if everything else self._kernels.argmax(logits).cpu()
         picked = logits if everything else logits[batch.worked]
         scaled = picked.to(torch.float32, copy=True)
         rows = [batch.rows[i] for i in batch.worked]
@@ -122,13 +174,11 @@ class Sampler:
         scaled /= batch.temperatures.to(scaled.device).unsqueeze(1)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=scaled.device)
         if batch.greedy:
-            tokens[batch.greedy] = scaled[batch.greedy].argmax(dim=-1)
-        if batch.free:
-            tokens[batch.free] = race(_take(scaled, batch.free), self._keys(rows, batch.free))
-        if batch.limited:
-            tokens[batch.limited] = filtered_race(
-                _take(scaled, batch.limited),
-                self._keys(rows, batch.limited),
+            tokens[batch.greedy] = self._kernels.argmax(scaled[batch.greedy])
+        if batch.random:
+            tokens[batch.random] = self._kernels.draw(
+                _take(scaled, batch.random),
+                self._keys(rows, batch.random),
                 batch.top_k.to(scaled.device),
                 batch.top_p.to(scaled.device),
                 batch.min_p.to(scaled.device),

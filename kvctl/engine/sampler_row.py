@@ -40,7 +40,6 @@ class SamplingRow:
         "_sequences",
         "_slot_of_token",
         "_vocab_size",
-        "is_filtered",
         "is_greedy",
         "is_plain_greedy",
         "is_processed",
@@ -93,7 +92,6 @@ class SamplingRow:
             or self._counts
         )
         self.is_plain_greedy = self.is_greedy and not self.is_processed
-        self.is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
     @property
     def num_output_tokens(self) -> int:

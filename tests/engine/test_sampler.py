@@ -17,10 +17,13 @@ from transformers import (
 )
 
 from kvctl.core.sampling_params import SamplingParams
-from kvctl.engine.sampler import Sampler, SamplingBatch, SamplingRow
+from kvctl.engine.sampler import Sampler, SamplingBatch, SamplingRow, TorchSampling, select_sampling
 from kvctl.engine.sampler_random import FIRST_CANDIDATES, race_noise, token_key
 
 VOCAB = 2000
+
+
+KERNELS = {"torch": TorchSampling(), "native": select_sampling("cpu", num_threads=1)}
 
 
 def logits_rows(count, vocab=VOCAB, seed=0, scale=3.0):
@@ -31,9 +34,9 @@ def row(sampler, params, prompt=(1, 2, 3), output=(), eos=(0,)):
     return sampler.new_row(params, [*prompt, *output], len(prompt), eos)
 
 
-def draw(params, logits, times, **kwargs):
+def draw(params, logits, times, kernels="native", **kwargs):
     """Tokens of `times` requests that differ in seed only, from one row of logits."""
-    sampler = Sampler(logits.shape[-1])
+    sampler = Sampler(logits.shape[-1], kernels=KERNELS[kernels])
     rows = [row(sampler, params, **kwargs) for _ in range(times)]
     return np.array(sampler.sample(logits.expand(times, -1), SamplingBatch(rows)).token_ids)
 
@@ -93,17 +96,19 @@ def warped(params, logits):
         {"min_p": 1e-5, "top_p": 0.95, "top_k": 900, "temperature": 2.0},
     ],
 )
-def test_draws_follow_the_distribution_transformers_leaves(settings):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_draws_follow_the_distribution_transformers_leaves(settings, kernels):
     params = SamplingParams(**settings)
     logits = logits_rows(1, vocab=VOCAB, seed=3)
-    assert_follows(draw(params, logits, 4000), warped(params, logits))
+    assert_follows(draw(params, logits, 2000, kernels), warped(params, logits))
 
 
-def test_flat_and_tied_logits_keep_exactly_the_asked_share():
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_flat_and_tied_logits_keep_exactly_the_asked_share(kernels):
     flat = torch.zeros(1, 1000)
-    assert set(draw(SamplingParams(top_k=3), flat, 200)) == {0, 1, 2}
-    assert set(draw(SamplingParams(top_p=0.0995), flat, 3000)) == set(range(100))
-    assert set(draw(SamplingParams(top_k=1), flat, 20)) == {0}
+    assert set(draw(SamplingParams(top_k=3), flat, 200, kernels)) == {0, 1, 2}
+    assert set(draw(SamplingParams(top_p=0.0995), flat, 3000, kernels)) == set(range(100))
+    assert set(draw(SamplingParams(top_k=1), flat, 20, kernels)) == {0}
 
 
 def test_top_k_of_one_is_greedy():
@@ -207,9 +212,10 @@ def test_token_ids_outside_the_vocabulary_do_no_harm():
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.5}, {"temperature": 0}])
-def test_a_row_with_everything_banned_still_gives_a_token(settings):
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_row_with_everything_banned_still_gives_a_token(settings, kernels):
     params = SamplingParams(allowed_token_ids=(5,), bad_words_token_ids=((5,),), **settings)
-    assert 0 <= draw(params, logits_rows(1), 1)[0] < VOCAB
+    assert 0 <= draw(params, logits_rows(1), 1, kernels)[0] < VOCAB
 
 
 def random_params(rng):
@@ -226,17 +232,18 @@ def random_params(rng):
     )
 
 
-def test_a_seeded_row_draws_the_same_whatever_else_is_in_the_batch():
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_seeded_row_draws_the_same_whatever_else_is_in_the_batch(kernels):
     rng = random.Random(7)
     all_params = [random_params(rng) for _ in range(60)]
     logits = logits_rows(60, vocab=40_000)
     alone = []
     for i, params in enumerate(all_params):
-        sampler = Sampler(40_000, seed=i)
+        sampler = Sampler(40_000, seed=i, kernels=KERNELS[kernels])
         alone.append(sampler.sample(logits[i : i + 1], SamplingBatch([row(sampler, params)])))
     for trial in range(3):
         order = rng.sample(range(60), 60 if trial == 0 else 23)
-        sampler = Sampler(40_000, seed=99)
+        sampler = Sampler(40_000, seed=99, kernels=KERNELS[kernels])
         rows = [row(sampler, all_params[i]) for i in order]
         together = sampler.sample(logits[order], SamplingBatch(rows))
         assert together.token_ids == [alone[i].token_ids[0] for i in order]
