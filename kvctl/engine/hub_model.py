@@ -108,7 +108,7 @@ def _download(name: str, revision: str | None) -> Path:
             raise KvctlError(f"no room left while downloading {name}", hint="Set HF_HOME to a larger disk.") from None
         if not _is_about_the_network(error):
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise ModelNotFound(
             f"{name} is not in the hub cache, and the hub cannot be reached ({reason[:120]})",
             hint="Check the network, or name a local folder or .gguf file; `kvctl serve` alone needs no hub.",
