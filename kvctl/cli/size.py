@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kvctl.cli.help_page import HelpPageCommand
+
 MODEL, MACHINE, ENGINE, QUESTION, OUTPUT = "Model", "Machine", "Engine", "Question", "Output"
 EXIT_INTERRUPTED = 130
 
@@ -43,17 +45,31 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json, .gguf file, or - for a config on stdin.")
 ]
 Refresh = Annotated[bool, typer.Option("--refresh", help="Ask the hub before the cache.", rich_help_panel=MODEL)]
-Dtype = Annotated[WeightDtypeName, typer.Option("--dtype", help="Number format.", rich_help_panel=MODEL)]
+Dtype = Annotated[
+    WeightDtypeName,
+    typer.Option("--dtype", metavar="DTYPE", help="auto, bfloat16, float16, float32.", rich_help_panel=MODEL),
+]
 Quantization = Annotated[
     str | None,
-    typer.Option("--quantization", "-q", help="fp8, awq, gptq, nvfp4, mxfp4, Q4_K_M, ...", rich_help_panel=MODEL),
+    typer.Option(
+        "--quantization",
+        "-q",
+        metavar="FORMAT",
+        help="fp8, awq, gptq, nvfp4, mxfp4, Q4_K_M, ...",
+        rich_help_panel=MODEL,
+    ),
 ]
 Gpu = Annotated[
-    str | None, typer.Option("--gpu", help="Profile, or auto for this machine's GPU.", rich_help_panel=MACHINE)
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help="Profile, or auto for this machine's GPU.", rich_help_panel=MACHINE),
 ]
-GpuCount = Annotated[int | None, typer.Option("--gpu-count", help="GPUs; sets --tp.", rich_help_panel=MACHINE)]
+GpuCount = Annotated[
+    int | None,
+    typer.Option("--gpu-count", metavar="N", help="GPUs; sets --tp where it is not given.", rich_help_panel=MACHINE),
+]
 Utilization = Annotated[
-    float | None, typer.Option("--gpu-memory-utilization", help="Share of the GPU.", rich_help_panel=MACHINE)
+    float | None,
+    typer.Option("--gpu-memory-utilization", metavar="SHARE", help="Share of the GPU.", rich_help_panel=MACHINE),
 ]
 KVBytes = Annotated[
     str | None,
@@ -70,26 +86,63 @@ Uncalibrated = Annotated[
 ]
 Engine = Annotated[
     str,
-    typer.Option("--engine", help="kvctl, vllm[@VERSION], sglang, llama.cpp, trtllm, ideal.", rich_help_panel=ENGINE),
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="kvctl, vllm (or vllm@0.10.2), sglang, llama.cpp, trtllm, ideal.",
+        rich_help_panel=ENGINE,
+    ),
 ]
-Tensor = Annotated[int | None, typer.Option("--tensor-parallel-size", "--tp", help="Ranks.", rich_help_panel=ENGINE)]
-Pipeline = Annotated[int, typer.Option("--pipeline-parallel-size", "--pp", help="Stages.", rich_help_panel=ENGINE)]
-Data = Annotated[int, typer.Option("--data-parallel-size", "--dp", help="Replicas.", rich_help_panel=ENGINE)]
+Tensor = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size", "--tp", metavar="N", help="Ranks of a replica; --tp.", rich_help_panel=ENGINE
+    ),
+]
+Pipeline = Annotated[
+    int,
+    typer.Option(
+        "--pipeline-parallel-size", "--pp", metavar="N", help="Stages of a replica; --pp.", rich_help_panel=ENGINE
+    ),
+]
+Data = Annotated[
+    int, typer.Option("--data-parallel-size", "--dp", metavar="N", help="Replicas; --dp.", rich_help_panel=ENGINE)
+]
 Expert = Annotated[
     bool, typer.Option("--enable-expert-parallel", help="Split experts by expert.", rich_help_panel=ENGINE)
 ]
 ContextParallel = Annotated[
     int,
-    typer.Option("--decode-context-parallel-size", "--dcp", help="Ranks that share a context.", rich_help_panel=ENGINE),
+    typer.Option(
+        "--decode-context-parallel-size",
+        "--dcp",
+        metavar="N",
+        help="Ranks that share a context; --dcp.",
+        rich_help_panel=ENGINE,
+    ),
 ]
-KVDtype = Annotated[KVDtypeName, typer.Option("--kv-cache-dtype", help="KV format.", rich_help_panel=ENGINE)]
-BlockSize = Annotated[int | None, typer.Option("--block-size", help="Tokens a block.", rich_help_panel=ENGINE)]
+KVDtype = Annotated[
+    KVDtypeName,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="auto, bf16, fp16, fp8, fp8_e4m3, fp8_e5m2, int8, nvfp4.",
+        rich_help_panel=ENGINE,
+    ),
+]
+BlockSize = Annotated[
+    int | None, typer.Option("--block-size", metavar="TOKENS", help="Tokens a block.", rich_help_panel=ENGINE)
+]
 MaxLen = Annotated[
-    str | None, typer.Option("--max-model-len", help="Longest request, like 32k; auto.", rich_help_panel=ENGINE)
+    str | None,
+    typer.Option("--max-model-len", metavar="TOKENS", help="Longest request, like 32k; auto.", rich_help_panel=ENGINE),
 ]
-MaxSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Requests at once.", rich_help_panel=ENGINE)]
+MaxSeqs = Annotated[
+    int | None, typer.Option("--max-num-seqs", metavar="REQUESTS", help="Requests at once.", rich_help_panel=ENGINE)
+]
 MaxTokens = Annotated[
-    str | None, typer.Option("--max-num-batched-tokens", help="Tokens a step.", rich_help_panel=ENGINE)
+    str | None,
+    typer.Option("--max-num-batched-tokens", metavar="TOKENS", help="Tokens a step.", rich_help_panel=ENGINE),
 ]
 Caching = Annotated[
     bool | None,
@@ -98,13 +151,25 @@ Caching = Annotated[
 Eager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.", rich_help_panel=ENGINE)]
 PrefixShare = Annotated[
     float,
-    typer.Option("--prefix-share", help="Share of each context that all have in common.", rich_help_panel=QUESTION),
+    typer.Option(
+        "--prefix-share",
+        metavar="SHARE",
+        help="Share of each context that all have in common.",
+        rich_help_panel=QUESTION,
+    ),
 ]
-Users = Annotated[int | None, typer.Option("--users", help="Requests at once that must fit.", rich_help_panel=QUESTION)]
-Context = Annotated[str | None, typer.Option("--context", help="Prompt tokens of each.", rich_help_panel=QUESTION)]
-Output = Annotated[str | None, typer.Option("--output", help="Output tokens of each.", rich_help_panel=QUESTION)]
+Users = Annotated[
+    int | None, typer.Option("--users", metavar="N", help="Requests at once that must fit.", rich_help_panel=QUESTION)
+]
+Context = Annotated[
+    str | None, typer.Option("--context", metavar="TOKENS", help="Prompt tokens of each.", rich_help_panel=QUESTION)
+]
+Output = Annotated[
+    str | None, typer.Option("--output", metavar="TOKENS", help="Output tokens of each.", rich_help_panel=QUESTION)
+]
 Workload = Annotated[
-    str | None, typer.Option("--workload", help="Lengths from a profile, like chat.", rich_help_panel=QUESTION)
+    str | None,
+    typer.Option("--workload", metavar="NAME", help="Lengths from a profile, like chat.", rich_help_panel=QUESTION),
 ]
 MaxContext = Annotated[
     bool, typer.Option("--max-context", help="Print the longest context that fits.", rich_help_panel=QUESTION)
@@ -171,8 +236,8 @@ def size(
 ) -> None:
     """Say what fits, how many at once and how fast, from a config.json.
 
-    Without --gpu or --kv-cache-memory-bytes: bytes per token and weights only. Exit code 0: fits; 3: cannot tell;
-    4: does not fit.
+    Without --gpu or --kv-cache-memory-bytes: bytes per token and weights only.
+    Exit codes: 0 fits, 1 error, 2 usage, 3 cannot tell, 4 does not fit.
     """
     from kvctl.cli.size_run import SizeOptions, run
 
@@ -224,4 +289,4 @@ def size(
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("size")(size)
+    app.command("size", cls=HelpPageCommand)(size)

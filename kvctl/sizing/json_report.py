@@ -1,6 +1,24 @@
 """The answer as JSON, `schema_version` 1: stable names, integers for bytes, null for what was not asked.
 
-Knows the shape that README.md documents; computes nothing. Floor 1.
+Computes nothing. Fields may be added within a version, never renamed or removed. Floor 1.
+
+    model     id, architecture, source (where found, how old), attention (for people), layers [{kind, count,
+              window_tokens?}], parameters, max_model_len (its own)
+    kv        dtype; bytes_per_token (ideal cost of one more token at long context, all GPUs), the same per_gpu;
+              block_size (tokens), block_bytes_per_gpu, state_bytes_per_request (recurrent, per GPU);
+              groups [{kind, layers, padding_layers, block_tokens, block_bytes_per_gpu, window_tokens}]
+    weights   bytes, bytes_per_gpu (the fullest), source, format, active_parameters (used for one token)
+    memory    one GPU: gpu, total_bytes, requested_bytes, weights_bytes, and {low, value, high} of activation_bytes,
+              graph_bytes, other_bytes, kv_bytes; null without --gpu and --kv-cache-memory-bytes
+    capacity  engine, num_blocks, usable_blocks (without the null block), kv_tokens (as the engine prints it),
+              max_model_len, max_concurrency, max_context_tokens (longest single request), fits, needed_bytes,
+              state_slots (requests whose state fits, where kept apart); null like memory
+    speed     method, ridge_flop_per_byte, compute_format, prompt_tokens, prefill_tokens_per_s, ttft_s,
+              compute_bound_batch, decode [{batch, context, tpot_s, tokens_per_s, tokens_per_s_band, bound,
+              kv_read_share, flop_per_byte}]; bands are {low, value, high}; null without --gpu
+    users, offload, compare, recommend    answers to those questions, else null or []
+    advice, notes    lines for people
+    error     only with an error: message, hint, exit_code; everything else is null
 """
 
 from collections import Counter

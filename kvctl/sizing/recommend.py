@@ -14,6 +14,7 @@ from kvctl.sizing.request import SizeAnswer, SizeRequest, size_up
 from kvctl.sizing.users import UsersFit, users_fit
 
 TENSOR_SIZES = (1, 2, 4, 8)
+KVCTL_KV_DTYPES = ("auto", "bfloat16", "float16", "bf16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2")
 FP8_ARCHES = ("hopper", "ada", "blackwell", "cdna3", "cdna4", "gaudi")
 
 
@@ -115,13 +116,13 @@ def _smallest_change(
 
 
 def obstacle(choice: Choice, program: str) -> str | None:
-    """Why a program cannot run a choice; None if it can. `kvctl serve` runs on one GPU, with 16-bit KV and weights."""
+    """Why a program cannot run a choice; None if it can. `kvctl serve` runs on one GPU, weights as they are."""
     request = choice.request
     if not program.startswith("kvctl"):
         return None
     if request.parallel.gpus * request.parallel.data > 1:
         return "it runs on one GPU"
-    if request.kv_dtype not in ("auto", "bfloat16", "float16", "bf16", "fp16"):
+    if request.kv_dtype not in KVCTL_KV_DTYPES:
         return f"it has no {request.kv_dtype} KV cache"
     return "it has no quantized weights" if request.quantization is not None else None
 
@@ -143,8 +144,9 @@ def serve_command(choice: Choice, program: str) -> str:
         words += ["--tensor-parallel-size", str(request.parallel.tensor)]
     if request.parallel.pipeline > 1:
         words += ["--pipeline-parallel-size", str(request.parallel.pipeline)]
-    if request.kv_dtype != "auto":
-        words += ["--kv-cache-dtype", {"bf16": "bfloat16", "fp16": "float16"}.get(request.kv_dtype, request.kv_dtype)]
+    plain = {"bf16": "bfloat16", "fp16": "float16"}.get(request.kv_dtype, request.kv_dtype)
+    if plain not in ("auto", answer.dtype if answer is not None else "auto"):
+        words += ["--kv-cache-dtype", plain]
     if request.quantization is not None:
         words += ["--quantization", request.quantization]
     if answer is not None and answer.budget is not None and request.kv_bytes is None:

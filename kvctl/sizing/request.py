@@ -350,6 +350,12 @@ def _capacity(
     return found
 
 
+def _has_fp8_kv_scales(shape: ModelShape) -> bool:
+    raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
+    scheme = raw.get("kv_cache_scheme") if isinstance(raw, dict) else None
+    return isinstance(scheme, dict) and scheme.get("num_bits") == 8
+
+
 def _notes(
     request: SizeRequest,
     rules: EngineRules,
@@ -367,6 +373,10 @@ def _notes(
         notes.append(pool_error.message)
     if shape.num_draft_layers:
         notes.append(f"{shape.num_draft_layers} draft (MTP) layer(s) are not loaded without speculative decoding.")
+    if request.kv_dtype == "auto" and _has_fp8_kv_scales(shape):
+        notes.append(
+            "The checkpoint carries FP8 KV scales: newer vLLM takes fp8 for auto; ask with --kv-cache-dtype fp8."
+        )
     own, asked = shape.max_model_len, request.max_model_len
     if own is not None and asked is not None and asked > own:
         notes.append(f"--max-model-len {asked:,} is beyond the model's own {own:,}.")

@@ -28,25 +28,28 @@ def folder_of(tiny: tiny_models.TinyModel, folder: Path) -> Path:
     return folder
 
 
-def served(folder: Path, block_size: int) -> tuple[EngineInfo, list[str]]:
+def served(folder: Path, block_size: int, kv_dtype: str = "auto") -> tuple[EngineInfo, list[str]]:
     lines: list[str] = []
     config = EngineConfig(
         model=ModelConfig(str(folder), dtype="float32", load_format="dummy"),
         scheduler=LIMITS,
         cache=CacheConfig(block_size=block_size),
-        device=DeviceConfig(device="cpu", num_threads=1, cpu_kernels="torch", kv_cache_memory_bytes=KV_BYTES),
+        device=DeviceConfig(
+            device="cpu", num_threads=1, cpu_kernels="torch", kv_cache_memory_bytes=KV_BYTES, kv_cache_dtype=kv_dtype
+        ),  # type: ignore[arg-type]
     )
     _, info = build_engine_core(config, time.monotonic, lines.append)
     return info, lines
 
 
-def sized(folder: Path, block_size: int) -> SizeAnswer:
+def sized(folder: Path, block_size: int, kv_dtype: str = "auto") -> SizeAnswer:
     return size_up(
         SizeRequest(
             model=load_model(str(folder)),
             engine="kvctl",
             kv_bytes=KV_BYTES,
             dtype="float32",
+            kv_dtype=kv_dtype,
             block_size=block_size,
             max_model_len=LIMITS.max_model_len,
             max_num_seqs=LIMITS.max_num_seqs,
@@ -75,6 +78,16 @@ def test_what_size_predicts_is_what_serve_allocates(
         f"tokens per request: {capacity.max_concurrency:.2f}x"
     )
     assert printed in lines
+
+
+@pytest.mark.parametrize("tiny", [tiny_models.LLAMA, tiny_models.GEMMA3], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("kv_dtype", ["fp8", "fp8_e5m2"])
+def test_an_fp8_cache_is_predicted_too(tiny: tiny_models.TinyModel, kv_dtype: str, tmp_path: Path) -> None:
+    folder = folder_of(tiny, tmp_path)
+    info, _ = served(folder, 16, kv_dtype)
+    capacity = sized(folder, 16, kv_dtype).capacity
+    assert capacity is not None
+    assert (capacity.num_blocks, capacity.kv_tokens) == (info.num_blocks, info.kv_tokens)
 
 
 @pytest.mark.parametrize("tiny", tiny_models.ALL, ids=lambda tiny: tiny.name)
