@@ -15,6 +15,7 @@ _QUEUE_SHARE = 0.6  # of the readings with somebody waiting: a queue, not an arr
 _STEP_FULL = 0.75  # mean step tokens of the budget
 _FLAT_SHARE = 0.7  # of the readings at the same number of running requests
 _MIN_FLAT_READINGS = 3
+_LARGE_STEP = 16  # tokens: below it a step may be full of decodes only
 _NOT_TRIED = "new"  # kvctl's reason for a request that has just come
 
 
@@ -138,6 +139,15 @@ class Case:
         if self.budget_used is None or histogram is None or budget is None:
             return False
         return self.budget_used >= _STEP_FULL or (full_share(histogram, budget) >= 0.5 and self.budget_used >= 0.5)
+
+    @cached_property
+    def do_steps_look_full(self) -> bool:
+        """Whether most steps are of one large size and full of prompts, where the budget itself is not said."""
+        histogram = self.now.step_tokens_histogram
+        top = histogram.top_bucket() if histogram is not None else None
+        if top is None or self.now.max_num_batched_tokens is not None or self.now.step_tokens is None:
+            return False
+        return top[0] >= _LARGE_STEP and top[2] >= 0.6 and (self.prefill_share or 0.0) >= 0.7
 
     @cached_property
     def moved(self) -> bool | None:

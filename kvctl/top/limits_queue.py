@@ -91,7 +91,7 @@ def max_num_seqs(case: Case) -> Finding | None:
         confidence, seats = (0.8 if case.is_flat_top_proven else 0.6), case.flat_top[0]
     if case.is_kv_tight or (now.preemptions or 0) > 0:
         confidence = min(confidence, 0.55)
-    if case.are_steps_full and (case.prefill_share or 0) >= _HALF:
+    if (case.are_steps_full and (case.prefill_share or 0) >= _HALF) or case.do_steps_look_full:
         confidence = min(confidence, 0.6)
     if said is not None and said < 0.2:
         confidence = min(confidence, 0.4)
@@ -132,7 +132,7 @@ def token_budget(case: Case) -> Finding | None:
     else:
         if top is None or top[2] < 0.3 or top[0] < 16 or prefill is None or prefill < _HALF:
             return None
-        confidence = 0.7 if case.flat_top is None else 0.5
+        confidence = 0.8 if case.do_steps_look_full else 0.7 if case.flat_top is None else 0.5
     if case.is_kv_tight or (now.preemptions or 0) > 0:
         confidence = min(confidence, 0.6)
     if said is not None and said < 0.2:
