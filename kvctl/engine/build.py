@@ -178,6 +178,10 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise _no_room_for_weights(weight_bytes, f"{device} has no more to give") from error
+    if ops.name == "native":
+        # Those kernels have threads of their own; what is left to torch is small, and its OpenMP regions stall for
+        # milliseconds whenever another process takes a core.
+        torch.set_num_threads(1)
     load_s = time.monotonic() - started_s
     kind = "random weights for " if config.model.load_format == "dummy" else ""
     report(
