@@ -9,11 +9,12 @@ import typer
 
 _KEY_VARIABLES = ("KVCTL_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 _EXIT_INTERRUPTED = 130
+_REQUEST, _SESSION, _LOOK = "How to ask", "Recordings and the demo", "How it looks"
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
-    app.command("top", help="Watch running servers: which limit binds, and what to change.")(top)
+    app.command("top")(top)
 
 
 def top(
@@ -31,34 +32,66 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="With --once: an object for programs, verdict included.")] = (
         False
     ),
-    interval: Annotated[str, typer.Option(help="Time between two scrapes.")] = "1s",
-    window: Annotated[str, typer.Option(help="Window of rates and quantiles on the screen: 5s, 15s or 60s.")] = "15s",
+    interval: Annotated[str, typer.Option(metavar="TIME", help="Time between two scrapes.")] = "1s",
+    window: Annotated[
+        str, typer.Option(metavar="TIME", help="Window of rates and quantiles on the screen: 5s, 15s or 60s.")
+    ] = "15s",
     summed: Annotated[
         bool, typer.Option("--sum", help="Show the engines of one server (data parallel) as one.")
     ] = False,
     header: Annotated[
         list[str] | None,
-        typer.Option(help="Extra HTTP header, 'Name: value'. May be repeated.", show_default=False),
+        typer.Option(
+            metavar="HEADER",
+            help="Extra header, 'Name: value'. May be repeated.",
+            show_default=False,
+            rich_help_panel=_REQUEST,
+        ),
     ] = None,
     api_key: Annotated[
         bool,
         typer.Option(
             "--api-key",
             help="Send the key in KVCTL_API_KEY (else VLLM_API_KEY, OPENAI_API_KEY) as a bearer token.",
+            rich_help_panel=_REQUEST,
         ),
     ] = False,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Accept any TLS certificate.")] = False,
-    timeout: Annotated[str, typer.Option(help="Longest wait for one page.")] = "5s",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept any TLS certificate.", rich_help_panel=_REQUEST)
+    ] = False,
+    timeout: Annotated[
+        str, typer.Option(metavar="TIME", help="Longest wait for one page.", rich_help_panel=_REQUEST)
+    ] = "5s",
     record: Annotated[
-        Path | None, typer.Option(help="Write every page to this file (.gz: compressed) for --replay.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write every page to this file (.gz: compressed) for --replay.",
+            rich_help_panel=_SESSION,
+        ),
     ] = None,
-    replay: Annotated[Path | None, typer.Option(help="Show a recorded session instead of a server.")] = None,
-    speed: Annotated[float, typer.Option(help="Replay so many times as fast.")] = 1.0,
-    demo: Annotated[bool, typer.Option("--demo", help="Show three servers that exist only as numbers.")] = False,
-    ascii_only: Annotated[bool, typer.Option("--ascii", "-U", help="Plain ASCII characters only.")] = False,
-    blocks: Annotated[bool, typer.Option("--blocks", help="Block characters instead of braille dots.")] = False,
-    light: Annotated[bool, typer.Option("--light", help="Colours for a light terminal.")] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.")] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show a recorded session instead of a server.", rich_help_panel=_SESSION),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Replay so many times as fast.", rich_help_panel=_SESSION)
+    ] = 1.0,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Three servers that exist only as numbers.", rich_help_panel=_SESSION)
+    ] = False,
+    ascii_only: Annotated[
+        bool, typer.Option("--ascii", "-U", help="Plain ASCII characters only.", rich_help_panel=_LOOK)
+    ] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="Block characters instead of braille dots.", rich_help_panel=_LOOK)
+    ] = False,
+    light: Annotated[
+        bool, typer.Option("--light", help="Colours for a light terminal.", rich_help_panel=_LOOK)
+    ] = False,
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="No colours; NO_COLOR=1 does the same.", rich_help_panel=_LOOK)
+    ] = False,
 ) -> None:
     """Watch running servers: which limit binds, and what to change.
 

@@ -26,6 +26,7 @@ from kvctl.top.scrape import Scrape
 from kvctl.top.sources import MIN_INTERVAL_S, Source
 
 _GATHER_S = 0.05  # scrapes that come together are drawn together
+_GATHER_MANY_S = 0.25
 _AGE_TICK_S = 1.0
 INTERVALS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -104,7 +105,7 @@ class TopApp(App[None]):
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._call_context: contextvars.Context | None = None  # Textual's timers look up the application in it
         self._is_due = False
-        self._pattern_before = ""
+        self._gpus_read_s = 0.0
 
     def compose(self) -> ComposeResult:
         """Textual's way to ask for the widgets: one."""
@@ -135,7 +136,9 @@ class TopApp(App[None]):
     def _schedule(self) -> None:
         if not self._is_due:
             self._is_due = True
-            delay_s = _GATHER_S if self.fleet.engines else 0.0
+            delay_s = 0.0
+            if self.fleet.engines:  # the first answer is shown at once
+                delay_s = _GATHER_S if len(self.fleet.engines) == 1 else min(_GATHER_MANY_S, self.state.interval_s / 4)
             self.set_timer(delay_s, self._take) if delay_s else self.call_later(self._take)
 
     def _take(self) -> None:
@@ -148,7 +151,9 @@ class TopApp(App[None]):
             self.monitor.add(scrape)
             if self._on_scrape is not None:
                 self._on_scrape(scrape)
-        if self._gpu_reader is not None:
+        now_s = self.source.now_s()
+        if self._gpu_reader is not None and now_s - self._gpus_read_s >= self.state.interval_s * 0.9:
+            self._gpus_read_s = now_s
             self.state.gpus = self._gpu_reader.read()
         self.redraw()
 
