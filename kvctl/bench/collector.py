@@ -37,6 +37,7 @@ class Measurements:
     issue_end_s: float = 0.0  # the first idle slot, or the end of the schedule
     end_s: float = 0.0
     cpu_s: float = 0.0
+    max_rss_bytes: int = 0
     num_events: int = 0
     interrupted: bool = False
     stopped_by_errors: bool = False
@@ -63,6 +64,7 @@ class Measurements:
         self.issue_end_s = min(self.issue_end_s, other.issue_end_s)
         self.end_s = max(self.end_s, other.end_s)
         self.cpu_s += other.cpu_s
+        self.max_rss_bytes += other.max_rss_bytes
         self.num_events += other.num_events
         self.interrupted = self.interrupted or other.interrupted
         self.stopped_by_errors = self.stopped_by_errors or other.stopped_by_errors

@@ -269,6 +269,8 @@ def _search_page(result: Mapping[str, Any]) -> str:
     parts = [_head(last["config"], kinds[result["kind"]])]
     if result["kind"] != "sweep":
         found = "none that holds" if result["found"] is None else f"{name} {result['found']:g}"
+        if result["ended_at_client"]:
+            found += "; above it this client was the limit, not the server"
         parts.append(f'<div class="verdict"><p><b>found</b> {escape(found)}</p></div>')
     parts.append(f'<div class="plots">{_search_plots(result)}</div>')
     header = [

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import random
 import resource
+import sys
 from collections.abc import Iterator
 from itertools import repeat
 from time import perf_counter
@@ -90,6 +91,7 @@ class LoadRun:
             measured.end_s = perf_counter()
             usage = resource.getrusage(resource.RUSAGE_SELF)
             measured.cpu_s = usage.ru_utime + usage.ru_stime - usage_before.ru_utime - usage_before.ru_stime
+            measured.max_rss_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             measured.num_connections = self._client.num_connections
         return measured
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +11,16 @@ from kvctl.bench.command import EXIT_CLIENT_LIMITED, EXIT_INTERRUPTED, EXIT_NOTH
 from kvctl.bench.definitions import DEFINITIONS
 from kvctl.bench.result import SCHEMA_VERSION
 from kvctl.bench.runner import BenchConfig, Prepared, Progress, measure, prepare
-from kvctl.bench.search import Parameter, Sweep, find_knee, find_max_rate, load_at, output_throughput, run_sweep
+from kvctl.bench.search import (
+    Parameter,
+    Sweep,
+    ended_at_client,
+    find_knee,
+    find_max_rate,
+    load_at,
+    output_throughput,
+    run_sweep,
+)
 from kvctl.errors import ConfigError
 from kvctl.workload.arrivals import Process
 
@@ -55,6 +64,7 @@ def run_search(config: BenchConfig, outputs: OutputOptions, progress: Progress) 
         "kind": "sweep" if sweep is not None else outputs.find,
         "parameter": parameter,
         "found": found,
+        "ended_at_client": outputs.find == "max-rate" and not interrupted and ended_at_client(points, found),
         "slo_share": outputs.slo_share if config.report.slo is not None else None,
         "definitions": DEFINITIONS,
         "interrupted": interrupted,
@@ -95,7 +105,7 @@ class _Runner:
         arrivals = self._config.load.arrivals
         process: Process = arrivals.process if arrivals is not None else "poisson"
         burstiness = arrivals.burstiness if arrivals is not None else 1.0
-        results = self._done.setdefault(value, [])
+        results = self._done[value] = []
         for i in range(self._repeats):
             self._progress.say(f"{self._parameter} {value:g}" + (f", run {i + 1}" if self._repeats > 1 else ""))
             load = load_at(self._config.load, self._parameter, value, process, burstiness)
@@ -114,10 +124,10 @@ class _Runner:
 def render_points(result: Mapping[str, Any]) -> Table:
     """One line per point."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(cast(str, result["parameter"]), justify="right")
-    columns = ("req/s", "output tok/s", "TTFT p50", "p99", "TPOT p50", "goodput", "limit", "")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("limit", "") else "right")
+    table.add_column("at once" if result["parameter"] == "concurrency" else "rate", justify="right", no_wrap=True)
+    for name in ("req/s", "tok/s", "TTFT p50", "p99", "TPOT p50", "goodput", "limit"):
+        table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
+    table.add_column("")
     for point in result["points"]:
         run = point["results"][-1]
         summary = run["summary"]
@@ -140,7 +150,10 @@ def render_points(result: Mapping[str, Any]) -> Table:
             ", ".join(marks),
         )
     if result["kind"] != "sweep":
-        table.caption = f"found: {result['found']:g}" if result["found"] is not None else "found: none that holds"
+        told = f"found: {result['found']:g}" if result["found"] is not None else "found: none that holds"
+        if result["ended_at_client"]:
+            told += "; above it this client was the limit, not the server"
+        table.caption, table.caption_justify = told, "left"
     return table
 
 

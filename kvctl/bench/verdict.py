@@ -14,6 +14,7 @@ from kvctl.metrics.summary import LatencySummary, to_ms
 _MAX_ERROR_SHARE = 0.10  # of a metric: beyond it the metric is the client's, not the server's
 _MAX_COALESCED_SHARE = 0.05
 _MAX_LATE_SHARE = 0.01
+_FEW_LATE = 2  # so many are chance
 _MIN_IN_FLIGHT_SHARE = 0.95
 _MAX_CPU_SHARE = 0.90  # of a core per process
 
@@ -79,6 +80,7 @@ def judge(
         "events_per_s": round(measured.num_events / duration_s, 1),
         "cpu_us_per_event": round(measured.cpu_s / measured.num_events * 1e6, 2) if measured.num_events else None,
         "cpu_share": round(cpu_share, 4),
+        "max_rss_mb": round(measured.max_rss_bytes / 1e6, 1),
         "workers": num_workers,
         "calibration": None if calibration is None else calibration.as_json(),
         "verdict": "client_limited" if reasons else "valid",
@@ -106,7 +108,7 @@ def _reasons(
     gap_ms = summary["gap_ms"]["mean"]
     if coalesced_share > _MAX_COALESCED_SHARE and gap_ms and lag_p99 * 1e3 > gap_ms:
         reasons.append(f"{coalesced_share:.0%} of the events were read together because this client was late")
-    if load.is_open and load.max_in_flight is None and num_late > _MAX_LATE_SHARE * num_sent:
+    if load.is_open and load.max_in_flight is None and num_late > max(_FEW_LATE, _MAX_LATE_SHARE * num_sent):
         reasons.append(f"{num_late} of {num_sent} requests were sent too late to count as due")
     steady = summary.get("steady")
     if load.concurrency is not None and steady and steady["requests_sent"] and not measured.errors:

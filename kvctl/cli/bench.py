@@ -14,6 +14,12 @@ from typer.core import TyperGroup
 _KEY_VARIABLES = ("KVCTL_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 _SUBCOMMANDS = ("compare", "mock", "run")
 _EXIT_INTERRUPTED = 130
+_RUN_HELP = (
+    "Measure an OpenAI-compatible server, and the measurement's own error.\n\n"
+    "Streams requests in a closed loop (--concurrency) or an open one (--rate) and prints latencies, throughput, "
+    "what limited the server, and whether this client was fit to tell. Exit code: 0 valid, 1 nothing completed, "
+    "5 too many errors, 6 the client was the limit, 130 interrupted."
+)
 _LOAD, _WORKLOAD, _REQUEST = "Load", "Workload", "Request"
 _SEARCH, _OUTPUT, _TRUST, _SERVER = "SLO and search", "Output", "Trust", "Server"
 
@@ -30,7 +36,9 @@ class _RunByDefault(TyperGroup):
 def register(app: typer.Typer) -> None:
     """Add the command and its subcommands to the application."""
     group = typer.Typer(cls=_RunByDefault, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    group.command("run", epilog="Also: kvctl bench compare A.json B.json; kvctl bench mock (a scripted server).")(run)
+    group.command(
+        "run", help=_RUN_HELP, epilog="Also: kvctl bench compare A.json B.json; kvctl bench mock (a scripted server)."
+    )(run)
     group.command("compare")(compare)
     group.command("mock")(mock)
     app.add_typer(group, name="bench", help="Measure an OpenAI-compatible server, and the measurement's own error.")
@@ -39,7 +47,7 @@ def register(app: typer.Typer) -> None:
 def run(
     url: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="The server. Default: http://127.0.0.1:8000.", show_default=False),
+        typer.Argument(metavar="URL", help="The server. Default: http://127.0.0.1:8000.", show_default=False),
     ] = None,
     model: Annotated[
         str | None,
@@ -243,12 +251,7 @@ def run(
         bool, typer.Option("--quiet", "-q", help="No progress, no tables.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
-    """Measure an OpenAI-compatible server, and the measurement's own error.
-
-    Streams requests in a closed loop (--concurrency) or an open one (--rate) and prints latencies, throughput, what
-    limited the server, and whether this client was fit to tell. Exit code: 0 valid, 5 too many errors, 6 the client
-    was the limit, 130 interrupted.
-    """
+    """Run a load, a sweep or a search; see `_RUN_HELP`."""
     given = dict(locals())  # first, while it holds the options and nothing else
     from kvctl.bench.command import OutputOptions, run_bench
     from kvctl.bench.settings import BenchOptions
@@ -322,9 +325,9 @@ def mock(
     model: Annotated[str, typer.Option(help="Name of the model.")] = "mock",
     seed: Annotated[int, typer.Option(help="Of which requests meet the fault.")] = 0,
 ) -> None:
-    """Serve a scripted OpenAI-compatible server: exact timings, faults on demand, a log of what was sent when.
+    """Serve a scripted OpenAI-compatible server: exact timings, faults on demand.
 
-    GET /mock/log tells when each request arrived and each event was written. For testing clients, dashboards, retries.
+    GET /mock/log tells when each request arrived and each event was written.
     """
     from kvctl.bench.mock_script import MockScript
     from kvctl.bench.mock_server import run_mock

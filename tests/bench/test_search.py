@@ -3,7 +3,7 @@
 import pytest
 
 from kvctl.bench.run_config import LoadConfig
-from kvctl.bench.search import Sweep, find_knee, find_max_rate, load_at, run_sweep
+from kvctl.bench.search import Sweep, ended_at_client, find_knee, find_max_rate, load_at, run_sweep
 from kvctl.errors import ConfigError
 
 
@@ -33,6 +33,20 @@ def test_a_server_that_never_holds_is_told_as_none():
 def test_a_point_that_says_nothing_of_the_server_does_not_hold(bad):
     _, found = find_max_rate(lambda rate: [result(**(bad if rate > 4 else {}))], slo_share=0.95, start=1.0)
     assert 3.5 < found <= 4
+
+
+def test_a_search_that_ends_at_the_client_says_so_and_tries_a_doubtful_point_twice():
+    asked = []
+
+    def run_at(rate):
+        asked.append(rate)
+        return [result(verdict="valid" if rate <= 4 or (asked.count(rate) > 1 and rate < 6) else "client_limited")]
+
+    points, found = find_max_rate(run_at, slo_share=0.95, start=1.0)
+    assert 5.5 < found < 6
+    assert ended_at_client(points, found)
+    points, found = find_max_rate(lambda rate: [result(1.0 if rate <= 4 else 0.0)], slo_share=0.95, start=1.0)
+    assert not ended_at_client(points, found)
 
 
 def test_all_repeats_must_hold():

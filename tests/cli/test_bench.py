@@ -12,7 +12,8 @@ import pytest
 from kvctl.bench.mock_process import start_mock_process
 from kvctl.bench.mock_script import MockScript
 
-QUICK = ("--no-calibrate", "-c", "2", "-n", "6", "--input-tokens", "20", "--output-tokens", "8")
+QUICK = ("--no-calibrate", "--no-metrics", "-c", "2", "-n", "6", "--input-tokens", "20", "--output-tokens", "8")
+WATCHED = tuple(word for word in QUICK if word != "--no-metrics")
 
 
 def kvctl(*arguments, timeout=60, env=None):
@@ -30,7 +31,7 @@ def server():
 
 def test_a_run_prints_tables_and_writes_every_file(server, tmp_path):
     files = [tmp_path / name for name in ("r.json", "r.csv", "r.html")]
-    done = kvctl(server, *QUICK, "--json", files[0], "--csv", files[1], "--html", files[2], "--records")
+    done = kvctl(server, *WATCHED, "--json", files[0], "--csv", files[1], "--html", files[2], "--records")
     assert done.returncode == 0, done.stderr
     assert "6 ok, 0 failed" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -57,6 +58,7 @@ def test_an_open_loop_with_an_slo_and_a_workload_runs(server):
     done = kvctl(
         server,
         "--no-calibrate",
+        "--no-metrics",
         "-r",
         "40",
         "-n",
@@ -78,10 +80,20 @@ def test_an_open_loop_with_an_slo_and_a_workload_runs(server):
 def test_a_sweep_gives_one_table(server, tmp_path):
     page = tmp_path / "s.html"
     done = kvctl(
-        server, "--sweep", "concurrency=1,2", "-n", "4", "--no-calibrate", "--input-tokens", "9", "--html", page
+        server,
+        "--sweep",
+        "concurrency=1,2",
+        "-n",
+        "4",
+        "--no-calibrate",
+        "--no-metrics",
+        "--input-tokens",
+        "9",
+        "--html",
+        page,
     )
     assert done.returncode == 0, done.stderr
-    assert "concurrency" in done.stdout
+    assert "at once" in done.stdout
     assert "sweep over concurrency" in page.read_text()
 
 
@@ -128,7 +140,9 @@ def test_too_many_errors_end_with_5_and_the_result_is_written(tmp_path):
         MockScript(fault="503", fault_share=0.7, seed=5, retry_after_s=0.01, ttft_s=0.01, tokens=2)
     ) as url:
         for _ in range(12):  # the test requests before the run may meet the fault too
-            done = kvctl(url, "--no-calibrate", "-c", "8", "-n", "200", "--json", path, "--input-tokens", "9")
+            done = kvctl(
+                url, "--no-calibrate", "--no-metrics", "-c", "8", "-n", "200", "--json", path, "--input-tokens", "9"
+            )
             if done.returncode == 5:
                 break
     assert done.returncode == 5
