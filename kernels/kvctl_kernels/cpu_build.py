@@ -11,6 +11,7 @@ run); a file appears under its name complete or not at all. Every failure is a `
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -31,6 +32,7 @@ SOURCES = (
 FLAGS = ("-std=c++20", "-O2", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared", "-w")
 COMPILE_LIMIT_S = 180
 _DIGEST_BYTES = 32
+_log = logging.getLogger(__name__)
 
 
 class NativeUnavailable(Exception):
@@ -58,6 +60,7 @@ def load_native() -> ctypes.CDLL:
     try:
         path = cache_folder() / name
         if not is_intact(path):
+            _log.info("Compiling the CPU kernels for this machine, once (5 to 20 s)")
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             compile_to(path, found)
         return open_library(path)

@@ -153,6 +153,27 @@ class NativeCpuOps:
         self._rotary(query, key, value, positions, cos_sin_cache, k_cache, v_cache, slot_mapping)
         return query
 
+    def norm_rotary_and_store_kv(
+        self,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """See `Ops`."""
+        query, key = self.rms_norm(query, q_norm, eps), self.rms_norm(key, k_norm, eps)
+        return self.rotary_and_store_kv(
+            query, key, value, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, scales
+        )
+
     def _rotary(
         self,
         query: Tensor | None,
@@ -218,7 +239,12 @@ class NativeCpuOps:
 
     def rms_norm_residual(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Ops`; the new residual is a tensor of its own."""
-        if x.dim() != 2 or x.stride(1) != 1 or not residual.is_contiguous() or weight.dtype is not self._dtype:
+        if (
+            x.dim() != 2
+            or x.stride(1) != 1
+            or not residual.is_contiguous()
+            or not (x.dtype is residual.dtype is weight.dtype is self._dtype)
+        ):
             return self._torch.rms_norm_residual(x, residual, weight, eps)
         rows, width = x.shape
         out, total = torch.empty_like(residual), torch.empty_like(residual)

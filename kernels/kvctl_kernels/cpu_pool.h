@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -49,9 +50,13 @@ class Pool {
         int helpers = num_threads - 1;
         if (helpers > num_tasks - 1) helpers = (int)(num_tasks - 1);
         if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
-        while ((int)num_helpers_ < helpers) {
-            std::thread(&Pool::help, this, num_helpers_).detach();
-            num_helpers_++;
+        try {
+            while (num_helpers_ < helpers) {
+                std::thread(&Pool::help, this, num_helpers_).detach();
+                num_helpers_++;
+            }
+        } catch (const std::system_error&) {
+            // No more threads for this process: those there are will do, or the caller alone.
         }
         run_task_ = run_task;
         context_ = context;

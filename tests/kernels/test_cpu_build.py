@@ -71,6 +71,11 @@ def test_a_damaged_library_is_built_anew(fresh, damage):
     assert cpu_build.is_intact(library)
 
 
+def test_every_source_file_is_part_of_the_fingerprint():
+    folder = Path(cpu_build.__file__).parent
+    assert set(cpu_build.SOURCES) == {path.name for path in folder.iterdir() if path.suffix in (".cpp", ".h")}
+
+
 def test_other_sources_compilers_or_flags_make_another_library(fresh, monkeypatch):
     folder, calls = fresh
     reload()
