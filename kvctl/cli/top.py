@@ -95,8 +95,9 @@ def top(
 ) -> None:
     """Watch running servers: which limit binds, and what to change.
 
-    Reads the metrics page of kvctl, vLLM, SGLang, TGI, llama.cpp or TensorRT-LLM; needs no Prometheus, writes nothing
-    to the server. With --once the exit code is 0 healthy or idle, 10 a limit binds, 3 cannot tell, 1 unreachable.
+    Reads the metrics page of kvctl, vLLM, SGLang, TGI, llama.cpp or TensorRT-LLM. Writes nothing to the server.
+
+    With --once the exit code is 0 healthy or idle, 10 a limit binds, 3 cannot tell, 1 unreachable.
     """
     from kvctl.top.settings import make_settings
 

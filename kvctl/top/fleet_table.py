@@ -55,7 +55,8 @@ def fleet_lines(views: Sequence[EngineView], width: int, look: Look) -> list[Tex
     capacity = _sum([None if s.kv_capacity_tokens is None else float(s.kv_capacity_tokens) for s in snapshots])
     if used is not None and capacity:
         parts += [("  KV ", p.label), (words.percent(used / capacity), p.value)]
-        parts.append((f" of {words.tokens(capacity)} tok", p.label))
+        if width >= 100:
+            parts.append((f" of {words.tokens(capacity)} tokens", p.label))
     return [line(*parts, width=width, look=look)]
 
 

@@ -202,7 +202,7 @@ def kv_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
         second.append((f" of {words.tokens(size.tokens)} tokens", p.label))
     if now.kv_cache_bytes and not narrow:
         second.append((f"  {format_bytes(now.kv_used_bytes or 0.0)} of {format_bytes(now.kv_cache_bytes)}", p.label))
-    if now.time_to_full_s is not None and now.time_to_full_s < 3600 and (usage or 0) < 0.95:
+    if now.time_to_full_s is not None and now.time_to_full_s < 3600 and not now.waiting:
         second.append((f"  full in {words.seconds(now.time_to_full_s)}", p.warn))
     return [line(*first, width=width, look=look), line(*second, width=width, look=look), _prefix_line(now, width, look)]
 
@@ -236,7 +236,11 @@ def throughput_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
         first.append((f" ({words.rate(computed)} computed)", p.label))
     mean = now.step_tokens.mean if now.step_tokens else None
     budget = f" of {words.count(float(now.max_num_batched_tokens))}" if now.max_num_batched_tokens else ""
-    second: list[Part] = [("step ", p.label), (words.count(mean), p.value), (f"{budget} tokens", p.label)]
+    second: list[Part] = [
+        ("step ", p.label),
+        (words.count(mean), p.value),
+        (budget if width < 34 else f"{budget} tokens", p.label),
+    ]
     second += [("  ", p.label), (words.rate(now.steps_per_s), p.value), ("/s", p.label)]
     if now.acceptance_rate is not None or now.accept_length is not None:
         second += [("  accepted ", p.label), (words.percent(now.acceptance_rate), p.value)]

@@ -22,6 +22,7 @@ WINDOWS_S = (5.0, 15.0, 60.0)
 DIAGNOSIS_WINDOW_S = 10.0  # short, so that a verdict follows its onset; long enough to tell a queue from an arrival
 MAX_READINGS = 700  # 60 s at ten scrapes a second, and some
 MAX_POINTS = 900
+_MAX_SERIES = 200_000  # read in about a second: more than any server has, less than a screen can be held up by
 _SUMMED: EngineKey = ("", "all")
 _PREFIXES = ("vllm:", "kvctl:", "sglang", "tgi_", "llamacpp:", "trtllm", "process_")
 
@@ -92,7 +93,7 @@ class EndpointTrack:
         if scrape.text is None:
             self._error = scrape.error
             return
-        page = parse_page(scrape.text, prefixes=_PREFIXES)
+        page = parse_page(scrape.text, max_series=_MAX_SERIES, prefixes=_PREFIXES)
         self._rejected, self._truncated = page.num_rejected, page.truncated
         self._answered_s, self._error = scrape.at_s, None
         readings = read_engines(page, scrape.at_s)

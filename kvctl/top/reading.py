@@ -30,7 +30,10 @@ _COPY_LABELS = ("tp_rank", "pp_rank", "moe_ep_rank")
 _WAITING_REASONS = ("kvctl:num_requests_waiting_by_reason",)
 _MISS_REASONS = ("kvctl:prefix_cache_miss_tokens_total",)
 _INFO_SERIES = ("vllm:cache_config_info", "sglang:cache_config_info", "sglang_cache_config_info")
-_MAX_ENGINES = 1024  # a page with more label sets than this is not a server's
+# Beyond these a page is not a server's, and a minute of its readings would fill the memory.
+_MAX_ENGINES = 256
+_MAX_REASONS = 32
+_MAX_BUCKETS = 1000
 
 EngineKey = tuple[str, str]  # model, engine
 
@@ -162,6 +165,8 @@ def _read_timing(page: Page, timing: Timing, choices: tuple[Series, ...], engine
             of_engine[bound] = of_engine.get(bound, 0.0) + sample.value
     for key, reading in found.items():
         of_engine = buckets.get(key, {})
+        if len(of_engine) > _MAX_BUCKETS:
+            continue
         bounds = tuple(sorted(of_engine))
         reading.timings[timing] = Histogram(
             bounds, tuple(of_engine[bound] for bound in bounds), sums.get(key), counts[key]
@@ -187,7 +192,8 @@ def _read_reasons(page: Page, engine_of: EngineOf) -> None:
             reason = sample.labels.get("reason")
             if reading and reason and math.isfinite(sample.value):
                 reasons: dict[str, float] = getattr(reading, attribute)
-                reasons[printable(reason, limit=40)] = sample.value
+                if len(reasons) < _MAX_REASONS:
+                    reasons[printable(reason, limit=40)] = sample.value
 
 
 def _read_settings(page: Page, reading: EngineReading, *, single: bool) -> CacheSettings:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import urljoin, urlsplit
 
-from kvctl.metrics.exposition import MAX_PAGE_BYTES, printable
+from kvctl.metrics.exposition import printable
 from kvctl.top.endpoint import Endpoint
 
 _CHUNK_BYTES = 256 << 10
+_MAX_BYTES = 32 << 20  # 50,000 series take about 7 MiB
 _MAX_REDIRECTS = 3
 _WRONG_PATH = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
@@ -42,7 +43,7 @@ class ScrapeOptions:
     api_key: str | None = None
     insecure: bool = False  # accept any TLS certificate
     timeout_s: float = 5.0
-    max_bytes: int = MAX_PAGE_BYTES
+    max_bytes: int = _MAX_BYTES
 
 
 class _NoPageError(Exception):

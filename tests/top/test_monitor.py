@@ -2,9 +2,11 @@
 
 import pytest
 
+from kvctl.metrics.exposition import parse_page
 from kvctl.top.demo import DemoLoad, DemoServer
 from kvctl.top.merge import merge_readings
 from kvctl.top.monitor import MAX_POINTS, MAX_READINGS, Monitor, worst_limit
+from kvctl.top.reading import read_engines
 from kvctl.top.scrape import Scrape
 from kvctl.top.verdict import Limit
 from tests.top.series import START_S, URL, Watched, gauges, histogram, read
@@ -130,3 +132,19 @@ def test_the_fleets_verdict_is_the_worst():
     fleet = busy.monitor.view(busy.now_s, 15.0)
     assert [view.label for view in fleet.engines] == ["server:8000", "other:1"]
     assert worst_limit(fleet) is Limit.MAX_NUM_SEQS
+
+
+def test_a_page_with_endless_reasons_buckets_and_engines_is_not_kept_whole():
+    reasons = "".join(
+        f'kvctl:num_requests_waiting_by_reason{{engine="0",reason="r{i}"}} 1\n'
+        f'kvctl:prefix_cache_miss_tokens_total{{engine="0",reason="r{i}"}} 1\n'
+        f'vllm:time_to_first_token_seconds_bucket{{engine="0",le="{i}"}} {i}\n'
+        for i in range(5000)
+    )
+    counts = 'vllm:time_to_first_token_seconds_count{engine="0"} 5000\n'
+    engines = "".join(f'vllm:num_requests_running{{engine="{i}"}} 1\n' for i in range(3000))
+    readings = read_engines(parse_page(engines + reasons + counts), 0.0)
+    assert len(readings) == 256
+    first = next(reading for reading in readings if reading.engine == "0")
+    assert len(first.waiting_reasons) == len(first.miss_reasons) == 32
+    assert first.timings == {}
