@@ -44,7 +44,7 @@ class LoadClient:
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = _tls_context(config.verify_tls) if parts.scheme == "https" else None
-        self._address: str | None = None
+        self._addresses: list[str] = []  # the one that answered last comes first
         self._idle: list[HttpConnection] = []
         self._busy: set[HttpConnection] = set()
         self.pump = DecodePump(loop)
@@ -75,7 +75,7 @@ class LoadClient:
             raise ServerUnreachable(
                 f"cannot look up {self._host!r}: {error.strerror or error}", hint="Check the address of the server."
             ) from None
-        self._address = str(found[0][4][0])
+        self._addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     async def perform(
         self,
@@ -149,30 +149,45 @@ class LoadClient:
         return None
 
     async def _connect(self, exchange: Exchange) -> HttpConnection | None:
-        if self._address is None:
+        if not self._addresses:
             await self.resolve()
         self.num_connections += 1
+        for address in tuple(self._addresses):
+            is_last = address == self._addresses[-1]
+            connection = await self._connect_to(address, exchange, may_fail=not is_last)
+            if connection is not None:
+                if address != self._addresses[0]:  # e.g. localhost: ::1 is tried first, the server has 127.0.0.1
+                    self._addresses.remove(address)
+                    self._addresses.insert(0, address)
+                return connection
+        return None
+
+    async def _connect_to(self, address: str, exchange: Exchange, *, may_fail: bool) -> HttpConnection | None:
+        connection = HttpConnection(self.pump)
         try:
-            connection = HttpConnection(self.pump)
             async with asyncio.timeout(self._config.connect_timeout_s):
                 wire = await connect(
                     self._poller,
-                    (self._address or "", self._port),
+                    (address, self._port),
                     self.clock,
                     connection,
                     tls=self._tls,
                     server_hostname=self._host if self._tls else None,
                 )
             connection.attach(wire)
-        except TimeoutError:
-            exchange.end(perf_counter(), "connect", f"no connection after {self._config.connect_timeout_s:g} s")
-        except ssl.SSLError as error:
-            exchange.end(perf_counter(), "tls", str(error.reason or error))
-        except OSError as error:
-            exchange.end(perf_counter(), "connect", error.strerror or str(error))
+        except OSError as error:  # TimeoutError and ssl.SSLError are such too
+            if not may_fail:
+                exchange.end(perf_counter(), *self._connect_failure(error))
         else:
             return connection
         return None
+
+    def _connect_failure(self, error: OSError) -> tuple[str, str]:
+        if isinstance(error, ssl.SSLError):
+            return "tls", str(error.reason or error)
+        if isinstance(error, TimeoutError):
+            return "connect", f"no connection after {self._config.connect_timeout_s:g} s"
+        return "connect", error.strerror or str(error)
 
 
 def _tls_context(verify: bool) -> ssl.SSLContext:

@@ -122,10 +122,12 @@ class LoadRun:
 
     async def _run_open(self, start_s: float) -> None:
         running: set[asyncio.Task[None]] = set()
+        num_due = 0
         for session, due_s in self._schedule(start_s):
             await self._timer.sleep_until(due_s)
-            if self._has_ended():
+            if self._is_stopped or num_due >= self._tickets:
                 break
+            num_due += len(session.turns)
             task = asyncio.create_task(self._run_session(session, due_s))
             running.add(task)
             task.add_done_callback(running.discard)
@@ -162,8 +164,7 @@ class LoadRun:
                 is_last = i == len(session.turns) - 1
             if self._has_ended() and not (i == 0 and self._load.is_open and not self._is_stopped):
                 return
-            if not await self._may_send():
-                self.collector.measured.num_never_sent += 1
+            if not await self._find_place():
                 return
             exchange = await self._send(turn, history, due_s, session.class_name, keep_text=not is_last)
             if self._cap is not None:
@@ -175,14 +176,16 @@ class LoadRun:
                 exchange.decode_some(_DECODE_ALL)
                 history.append((turn.text, "".join(exchange.decoder.text or ())))
 
-    async def _may_send(self) -> bool:
-        """Wait for a place under the cap. False: the run ended first."""
+    async def _find_place(self) -> bool:
+        """Wait for a place under the cap. False: the run ended first (and what was due is never sent)."""
         if self._num_issued >= self._tickets:
             return False
         if self._cap is not None:
             await self._cap.acquire()
-            if self._is_stopped or self._num_issued >= self._tickets or perf_counter() >= self._stop_s:
+            if self._has_ended():
                 self._cap.release()
+                if self._num_issued < self._tickets:
+                    self.collector.measured.num_never_sent += 1
                 return False
         return True
 

@@ -25,7 +25,7 @@ from kvctl.bench.event_loop import new_event_loop
 from kvctl.bench.mock_script import Endpoint, MockScript, StreamPlan, StreamWriter, usage_of, whole_answer
 from kvctl.bench.precise_timer import PreciseTimer
 from kvctl.bench.socket_poller import SocketPoller
-from kvctl.bench.wire import ArrivalClock, SocketWire, Wire
+from kvctl.bench.wire import ArrivalClock, SocketWire, TransportWire, Wire
 from kvctl.errors import ConfigError
 
 _STREAM_HEAD = (
@@ -347,7 +347,8 @@ class MockServer:
         self._loop = asyncio.get_running_loop()
         self._timer = PreciseTimer(self._loop)
         self._clock = ArrivalClock()
-        self._poller = SocketPoller(self._loop)
+        self._poller = SocketPoller(self._loop) if self._clock.uses_kernel else None
+        self._accepting: set[asyncio.Task[None]] = set()
         self._wires: weakref.WeakSet[SocketWire] = weakref.WeakSet()
         self._state = MockState(script, self._timer, StreamWriter(script), random.Random(script.seed))
         self._loop.add_reader(self._socket.fileno(), self._accept)
@@ -358,7 +359,8 @@ class MockServer:
         self._socket.close()
         for wire in list(self._wires):
             wire.close()
-        self._poller.close()
+        if self._poller is not None:
+            self._poller.close()
         self._timer.close()
 
     def _accept(self) -> None:
@@ -368,9 +370,20 @@ class MockServer:
             except BlockingIOError:
                 return
             connection = MockConnection(self._state)
+            if self._poller is None:
+                taking = self._loop.create_task(self._take(sock, connection))
+                self._accepting.add(taking)
+                taking.add_done_callback(self._accepting.discard)
+                continue
             wire = SocketWire(self._poller, sock, self._clock, connection)
             self._wires.add(wire)
             connection.attach(wire)
+
+    async def _take(self, sock: socket.socket, connection: MockConnection) -> None:
+        """No Linux: asyncio reads, and moments are those of the reads."""
+        wire = TransportWire(connection)
+        connection.attach(wire)
+        await self._loop.connect_accepted_socket(lambda: wire, sock)
 
 
 def run_mock(script: MockScript, host: str, port: int, on_ready: Callable[[int], None]) -> None:

@@ -26,7 +26,7 @@ from kvctl.errors import ConfigError
 
 _MAX_CALIBRATION_STREAMS = 512
 _OPEN_LOOP_CALIBRATION_STREAMS = 64  # where no cap says how many streams there may be
-_EXACT_ENOUGH = 0.99
+_LENGTH_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,13 @@ def _config_as_json(config: BenchConfig, prepared: Prepared, summary: Mapping[st
     request = prepared.preflight.request
     notes = list(prepared.notes)
     exact = summary["input_tokens"]["exact_share"]
-    if exact is not None and exact < _EXACT_ENOUGH and not prepared.workload.is_finite:
-        mean, asked = summary["input_tokens"]["mean"], summary["input_tokens"]["asked_mean"]
-        notes.append(f"prompts had {mean:g} tokens on average where {asked:g} were asked for ({exact:.0%} exact)")
+    for what, name, told in (
+        ("prompts", "input_tokens", f" ({exact or 0:.0%} exact)"),
+        ("answers", "output_tokens", ""),
+    ):
+        mean, asked = summary[name]["mean"], summary[name]["asked_mean"]
+        if mean and asked and abs(mean / asked - 1) > _LENGTH_TOLERANCE:
+            notes.append(f"{what} had {mean:.4g} tokens on average where {asked:.4g} were asked for{told}")
     return {
         "kvctl_version": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

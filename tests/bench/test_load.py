@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from kvctl.bench.client import ClientConfig
+from kvctl.bench.client import ClientConfig, LoadClient
 from kvctl.bench.load_process import LoadJob, run_load, split_job
 from kvctl.bench.mock_process import start_mock_process
 from kvctl.bench.mock_script import MockScript
@@ -330,3 +330,23 @@ def recorder():
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def test_a_name_with_several_addresses_is_tried_until_one_answers(mock_server, monkeypatch):
+    port = mock_server().rpartition(":")[2]
+
+    async def resolve(self):
+        self._addresses = ["::1", "127.0.0.1"]
+
+    monkeypatch.setattr(LoadClient, "resolve", resolve)
+    measured = run_load(job(f"http://localhost:{port}", num_requests=4))
+    assert not measured.errors
+    assert len(measured.rows) == 4
+
+
+def test_the_first_requests_due_are_the_ones_that_are_sent(mock_server):
+    spec = ArrivalSpec.steady(1000.0, "constant")
+    measured = run_load(job(mock_server(), arrivals=spec, max_in_flight=1, num_requests=5))
+    due = sorted(row.due_s for row in rows_of(measured))
+    assert [round(at - due[0], 6) for at in due] == [0.0, 0.001, 0.002, 0.003, 0.004]
+    assert measured.num_never_sent == 0
