@@ -75,7 +75,7 @@ def listed_layers(view: ConfigView) -> list[str] | None:
     found = []
     for name in names[:count]:  # some lists go on with the draft (MTP) layers
         if name in ("linear_attention", "linear"):
-            kind = _LINEAR.get(view.model_type)
+            kind = _LINEAR.get(view.model_type) or _MAMBA.get(view.model_type)
         elif name in ("mamba", "M", "mamba2"):
             kind = _MAMBA.get(view.model_type)
         elif name == "hybrid" and view.model_type == "zamba2":

@@ -34,6 +34,9 @@ def is_sparse(view: ConfigView, family: str, index: int) -> bool:
     """Whether a layer's feed-forward part is a mixture of experts."""
     if not view.get("num_experts"):
         return False
+    listed = view.strings("mlp_layer_types")
+    if listed is not None and index < len(listed):
+        return listed[index] == "sparse"
     if family in ("llama4", "llama4_text"):
         return (index + 1) % (view.optional_int("interleave_moe_layer_step") or 1) == 0
     if family == "jamba":

@@ -160,7 +160,9 @@ class SpeedModel:
     def _step_s(
         self, n_bytes: float, flops: float, tokens: int, memory: float, compute: float, extra_s: float
     ) -> float:
-        stage = max(n_bytes / (self.bytes_per_s * memory), flops / (self.flops[0] * compute))
+        read_s, compute_s = n_bytes / (self.bytes_per_s * memory), flops / (self.flops[0] * compute)
+        # A GPU overlaps the two; the cores of a CPU do one or the other (measured: scripts/size_vs_serve.py).
+        stage = read_s + compute_s if self.hardware.is_cpu else max(read_s, compute_s)
         return stage * self.parallel.pipeline + self._link_s(tokens) + extra_s
 
     def decode(self, batch: int, context: int) -> DecodeSpeed:
