@@ -111,7 +111,8 @@ def test_the_queue_limit_the_key_and_the_socket_work_together(tiny_model, tmp_pa
             assert client.get("/v1/models").status_code == 401
             client.headers["Authorization"] = "Bearer secret"
             with client.stream("POST", "/v1/completions", json=LONG) as running:
-                next(running.iter_lines())
+                lines = running.iter_lines()  # kept: httpx closes the response when the iterator goes
+                next(lines)
                 full = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
                 assert full.status_code == 503 and full.headers["retry-after"]
             metrics = client.get("/metrics").text
@@ -127,23 +128,23 @@ def test_the_queue_limit_the_key_and_the_socket_work_together(tiny_model, tmp_pa
 
 
 def test_lower_priority_values_run_first(tiny_model):
-    small = ("--max-num-seqs", "1", "--num-gpu-blocks-override", "33", "--max-model-len", "auto")
+    small = ("--max-num-seqs", "1", "--num-gpu-blocks-override", "513", "--max-model-len", "auto")
     with ServeProcess.tiny(tiny_model, "--scheduling-policy", "priority", *small) as server:
-        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 512  # 32 blocks of 16
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 8192  # 512 blocks of 16
         ends = {}
 
         def ask(priority):
-            body = {"prompt": f"{priority}", "max_tokens": 200, "ignore_eos": True, "priority": priority}
+            body = {"prompt": f"{priority}", "max_tokens": 20, "ignore_eos": True, "priority": priority}
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
             ends[priority] = time.monotonic()
 
-        threads = []
-        for priority in (9, 5, 1):  # 9 runs at once, 1 overtakes 5 in the queue
-            threads.append(threading.Thread(target=ask, args=(priority,)))
-            threads[-1].start()
-            deadline = time.monotonic() + 5
-            while server.metric("kvctl:requests_accepted_total") < len(threads) and time.monotonic() < deadline:
-                time.sleep(0.001)
+        threads = [threading.Thread(target=ask, args=(priority,)) for priority in (5, 1)]
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "max_tokens": 8000}) as running:
+            lines = running.iter_lines()  # kept: httpx closes the response when the iterator goes
+            next(lines)  # it runs, the others must wait
+            for number, thread in enumerate(threads, 1):
+                thread.start()
+                server.wait_for("vllm:num_requests_waiting", number)
         for thread in threads:
             thread.join()
     assert ends[1] < ends[5]

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from types import TracebackType
-
-import httpx
 
 from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
 
@@ -101,7 +100,8 @@ class ServeProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """Value of a series of /metrics, summed where the labels fit several."""
-        page = httpx.get(f"{self.url}/metrics").text
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            page = answer.read().decode()
         total, found = 0.0, False
         for line in page.splitlines():
             match = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)", line)
@@ -109,6 +109,13 @@ class ServeProcess:
                 total, found = total + float(match[2]), True
         assert found, f"no {name} with {labels}"
         return total
+
+    def wait_for(self, name: str, value: float, timeout_s: float = 15) -> None:
+        """Wait until a series has at least this value."""
+        deadline = time.monotonic() + timeout_s
+        while self.metric(name) < value:
+            assert time.monotonic() < deadline, f"{name} stays under {value}"
+            time.sleep(0.01)
 
     def wait_idle(self, timeout_s: float = 5) -> None:
         """Wait until no request runs or waits and no block is held."""
