@@ -23,7 +23,7 @@ def test_a_profile_is_complete_sourced_and_dated(path: Path) -> None:
     profile = load_hardware(path)
     assert profile.id == path.stem
     assert profile.as_of.startswith("20")
-    assert profile.bandwidth_gb_s > 10
+    assert profile.bandwidth_gb_s > 1
     assert max(profile.tflops.values()) > 0
     assert profile.torch_total_gib <= profile.memory_gb * 1.001  # GiB seen are never more than GB on the box
     sourced = set(raw["sources"])
