@@ -102,7 +102,7 @@ class Case:
         None where it moves, or where the session has seen more running requests than that.
         """
         running = self.now.trace.running
-        if not running or max(running) < 1:
+        if not running or max(running) < 1 or self.moved is False:  # where nothing moves, everything is flat
             return None
         top = max(running)
         share = sum(1 for value in running if value == top) / len(running)

@@ -14,8 +14,8 @@ from kvctl.top.case import Case
 from kvctl.top.verdict import Evidence, Finding, Limit
 from kvctl.units import format_count, format_seconds
 
-_STUCK_AFTER_S = 5.0
-_SLOW_STEP_S = 15.0  # with nobody waiting, one long step is not yet a stuck server
+_STUCK_AFTER_S = 5.0  # with a queue and nothing running
+_STUCK_RUNNING_S = 8.0  # with something running: one long step is not yet a stuck server
 _HALF = 0.5
 
 Rule = Callable[[Case], Finding | None]
@@ -192,9 +192,12 @@ def stuck(case: Case) -> Finding | None:
     if case.moved is not False or now.window_s is None or now.is_awake is False:
         return None
     waits, runs = min(now.trace.waiting, default=0.0) > 0, min(now.trace.running, default=0.0) > 0
-    if not (waits or runs) or now.window_s < (_STUCK_AFTER_S if waits else _SLOW_STEP_S) * 0.9:
+    if not (waits or runs):
         return None
-    confidence = 0.95 if waits and not runs else 0.8 if waits else 0.6
+    patience_s = max(_STUCK_RUNNING_S, 2 * (now.slowest_step_s or 0.0)) if runs else _STUCK_AFTER_S
+    if now.window_s < 0.9 * patience_s:
+        return None
+    confidence = 0.95 if not runs else 0.8 if waits else 0.6
     evidence = (
         Evidence(f"no token and no request finished in {format_seconds(now.window_s)}", "window_s", now.window_s),
         *_waiting(case),

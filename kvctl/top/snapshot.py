@@ -95,6 +95,7 @@ class Snapshot:
     prefill_s: Distribution | None
     decode_s: Distribution | None
     step_duration_s: Distribution | None
+    slowest_step_s: float | None  # upper bound of what a step has taken since the start
     block_idle_before_evict_s: Distribution | None
     block_reuse_gap_s: Distribution | None
     acceptance_rate: float | None  # speculative decoding: accepted of drafted tokens
@@ -182,6 +183,7 @@ def take_snapshot(readings: Sequence[EngineReading]) -> Snapshot:
         prefill_s=spread(Timing.PREFILL),
         decode_s=spread(Timing.DECODE),
         step_duration_s=spread(Timing.STEP_DURATION),
+        slowest_step_s=_slowest_step(last),
         block_idle_before_evict_s=spread(Timing.BLOCK_IDLE_BEFORE_EVICT),
         block_reuse_gap_s=spread(Timing.BLOCK_REUSE_GAP),
         acceptance_rate=_ratio(accepted, drafted),
@@ -255,6 +257,13 @@ def _steps_per_s(window: Window | None) -> float | None:
     if steps is not None and steps.count is not None:
         return steps.count / window.duration_s
     return window.rate(Counter.STEPS)
+
+
+def _slowest_step(reading: EngineReading) -> float | None:
+    """From the step durations; else from the gaps between tokens, which hold whole steps."""
+    histogram = reading.timings.get(Timing.STEP_DURATION) or reading.timings.get(Timing.ITL)
+    top = histogram.top_bucket() if histogram is not None else None
+    return None if top is None else top[1]
 
 
 def _written(reading: EngineReading) -> float | None:

@@ -157,9 +157,21 @@ def test_a_frozen_engine_with_running_requests_is_stuck_too():
     assert delay_s(watched.run(15), Limit.STUCK) <= 12
 
 
+def test_a_server_whose_steps_take_long_is_given_twice_that_before_it_is_called_stuck():
+    def page(top_bound):
+        steps = histogram("kvctl:step_duration_seconds", (1.0, top_bound), (5, 1, 0), 9.0)
+        return gauges(1, 5, 0.1) + "vllm:generation_tokens_total 100\n" + steps
+
+    assert verdict_of(*[page(2.5)] * 4, step_s=3.0).limit is Limit.STUCK
+    slow = verdict_of(*[page(10.0)] * 4, step_s=3.0)
+    assert slow.limit is Limit.UNKNOWN
+    assert "too short to call it stuck" in slow.finding.summary
+
+
 def test_one_long_step_with_nobody_waiting_is_not_stuck():
     page = gauges(1, 0, 0.1) + "vllm:generation_tokens_total 100\n"
     assert verdict_of(page, page, page, step_s=3.0).limit is not Limit.STUCK
+    assert verdict_of(page, page, page, page, step_s=3.0).finding.confidence <= 0.6
 
 
 def test_deferred_requests_are_held_back_and_not_short_of_room():

@@ -13,6 +13,7 @@ import pytest
 from kvctl.metrics.server_names import Server
 from kvctl.top.endpoint import parse_endpoint
 from kvctl.top.monitor import Monitor
+from kvctl.top.once import exit_code, watch_once
 from kvctl.top.scrape import Scrape, ScrapeOptions, Scraper, SteadyClock
 from kvctl.top.verdict import Limit
 from tests.top.live_server import LiveServer, Load, write_model
@@ -131,11 +132,14 @@ def test_a_server_driven_into_a_limit_is_told_so_within_15_s(servers, name, reco
         watcher.watch(Limit.IDLE, {Limit.IDLE})  # nobody asks yet
         with make_load(server.port) as load:
             delay_s, full, as_vllm = watcher.watch(wanted, wanted_as_vllm)
+            once = watch_once([parse_endpoint(f"127.0.0.1:{server.port}")], ScrapeOptions({}), 1.0)
         assert load.errors == []
         assert load.num_done > 0 or name == "tiny-kv"
         assert full.snapshot.server is Server.KVCTL
         assert as_vllm.snapshot.server is Server.VLLM
         assert full.verdict.finding.advice
+        assert once.engines[0].verdict.limit is wanted  # two scrapes a second apart are enough
+        assert exit_code(once) == 10
         record_property("delay_s", round(delay_s, 1))
         print(f"\n{name}: {wanted.value} after {delay_s:.1f} s: {full.verdict.finding.summary}")
     finally:
