@@ -56,7 +56,11 @@ def load_native() -> ctypes.CDLL:
     found = shutil.which(compiler)
     if found is None:
         raise NativeUnavailable(f"no C++ compiler ({compiler!r} is not on the PATH)")
-    name = f"kvctl_cpu_{_fingerprint(found)}.so"
+    try:
+        name = f"kvctl_cpu_{_fingerprint(found)}.so"
+    except OSError as error:
+        raise NativeUnavailable(f"the kernels' sources cannot be read: {error}") from error
+    failure: Exception
     try:
         path = cache_folder() / name
         if not is_intact(path):
@@ -64,7 +68,7 @@ def load_native() -> ctypes.CDLL:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             compile_to(path, found)
         return open_library(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         failure = error
     try:  # the cache cannot be written: build for this process alone; a loaded library needs no file any more
         with tempfile.TemporaryDirectory(prefix="kvctl-native-") as folder:

@@ -91,6 +91,21 @@ def test_an_unwritable_cache_costs_the_cache_only(fresh, tmp_path, monkeypatch):
     assert isinstance(reload(), ctypes.CDLL)
 
 
+def test_no_home_directory_costs_the_cache_only(fresh, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(cpu_build.Path, "home", homeless)
+    assert isinstance(reload(), ctypes.CDLL)
+
+
+def test_missing_sources_fall_back_to_torch(fresh, monkeypatch):
+    monkeypatch.setattr(cpu_build, "SOURCES", ("gone.cpp",))
+    cpu_build.load_native.cache_clear()
+    assert "gone.cpp" in select_ops("cpu", torch.float32).reason
+
+
 def test_no_space_anywhere_falls_back_to_torch(fresh, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
