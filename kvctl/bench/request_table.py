@@ -1,12 +1,15 @@
-"""What is kept of every request: one row of numbers, some 100 bytes, so that an hour of load fits in memory.
+"""What is kept of every request: one row of numbers, some 100 bytes, in a temporary file once there are thousands.
 
 Rows hold moments (perf_counter seconds) and counts; latencies are derived from them by `metrics.timeline`, the one
 definition. Knows nothing of HTTP. Floor 3.
 """
 
+import tempfile
+import weakref
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
 
 from kvctl.metrics.timeline import RequestTimeline
 
@@ -64,60 +67,95 @@ class RequestRow:
         }
 
 
-_MOMENTS = ("due_s", "sent_s", "first_s", "first_answer_s", "last_s", "end_s")
-_FLOATS = ("connect_s", "max_gap_s", "output_tokens", "first_event_tokens")
-_COUNTS = (
-    "number",
-    "num_events",
-    "prompt_tokens",
-    "cached_tokens",
-    "asked_prompt_tokens",
-    "asked_output_tokens",
-    "reasoning_events",
-    "coalesced_events",
-)
+_TYPES = {
+    **dict.fromkeys(("due_s", "sent_s", "first_s", "first_answer_s", "last_s", "end_s"), "d"),
+    **dict.fromkeys(("connect_s", "max_gap_s", "output_tokens", "first_event_tokens"), "f"),
+    **dict.fromkeys(("number", "num_events", "prompt_tokens", "cached_tokens", "asked_prompt_tokens"), "i"),
+    **dict.fromkeys(("asked_output_tokens", "reasoning_events", "coalesced_events"), "i"),
+    **dict.fromkeys(("class_index", "error_index"), "H"),
+}
+_STORED = tuple(name for name in _TYPES if not name.endswith("_index"))
+_CHUNK_ROWS = 8192
+_CHUNK_BYTES = _CHUNK_ROWS * sum(array(code).itemsize for code in _TYPES.values())
 
 
 class RequestTable:
-    """Rows, column by column."""
+    """Rows, column by column; all but the last few thousand in a temporary file, so that memory does not grow."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[float] | array[int]] = {
-            **{name: array("d") for name in _MOMENTS},
-            **{name: array("f") for name in _FLOATS},
-            **{name: array("i") for name in _COUNTS},
-        }
+        self._columns = _empty_columns()
         self._names: list[str] = []  # distinct class names and error kinds
-        self._class_index = array("H")
-        self._error_index = array("H")
+        self._file: BinaryIO | None = None
+        self._num_chunks = 0
 
     def __len__(self) -> int:
-        return len(self._class_index)
+        return self._num_chunks * _CHUNK_ROWS + len(self._columns["number"])
 
     def append(self, row: RequestRow) -> None:
         """Add one row."""
-        for name, column in self._columns.items():
-            column.append(getattr(row, name))
-        self._class_index.append(self._index(row.class_name))
-        self._error_index.append(self._index(row.error_kind))
+        columns = self._columns
+        for name in _STORED:
+            columns[name].append(getattr(row, name))
+        columns["class_index"].append(self._index(row.class_name))
+        columns["error_index"].append(self._index(row.error_kind))
+        if len(columns["number"]) == _CHUNK_ROWS:
+            self._write_chunk()
 
     def rows(self) -> Iterator[RequestRow]:
         """Yield the rows in order of arrival."""
-        columns = self._columns
-        for i in range(len(self)):
-            values = {name: column[i] for name, column in columns.items()}
-            yield RequestRow(
-                class_name=self._names[self._class_index[i]],
-                error_kind=self._names[self._error_index[i]],
-                **values,  # type: ignore[arg-type]  # names and kinds of the columns are those of the row
-            )
+        for chunk in range(self._num_chunks):
+            yield from self._rows_of(self._read_chunk(chunk))
+        yield from self._rows_of(self._columns)
 
     def merge(self, other: "RequestTable") -> None:
         """Add another table's rows."""
         for row in other.rows():
             self.append(row)
 
+    def __getstate__(self) -> dict[str, Any]:
+        chunks = [self._read_chunk(chunk) for chunk in range(self._num_chunks)]
+        return {"columns": self._columns, "names": self._names, "chunks": chunks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._names, self._file, self._num_chunks = state["names"], None, 0
+        for columns in state["chunks"]:
+            self._columns = columns
+            self._write_chunk()
+        self._columns = state["columns"]
+
+    def _write_chunk(self) -> None:
+        if self._file is None:
+            self._file = cast(BinaryIO, tempfile.TemporaryFile(prefix="kvctl-bench-"))  # noqa: SIM115 - lives with us
+            weakref.finalize(self, self._file.close)
+        self._file.seek(self._num_chunks * _CHUNK_BYTES)
+        for column in self._columns.values():
+            column.tofile(self._file)
+        self._num_chunks += 1
+        self._columns = _empty_columns()
+
+    def _read_chunk(self, chunk: int) -> dict[str, "array[Any]"]:
+        assert self._file is not None
+        self._file.seek(chunk * _CHUNK_BYTES)
+        columns = _empty_columns()
+        for column in columns.values():
+            column.fromfile(self._file, _CHUNK_ROWS)
+        return columns
+
+    def _rows_of(self, columns: dict[str, "array[Any]"]) -> Iterator[RequestRow]:
+        stored = [columns[name] for name in _STORED]
+        for i in range(len(columns["number"])):
+            values = dict(zip(_STORED, (column[i] for column in stored), strict=True))
+            yield RequestRow(
+                class_name=self._names[columns["class_index"][i]],
+                error_kind=self._names[columns["error_index"][i]],
+                **values,
+            )
+
     def _index(self, name: str) -> int:
         if name not in self._names:
             self._names.append(name)
         return self._names.index(name)
+
+
+def _empty_columns() -> dict[str, "array[Any]"]:
+    return {name: array(code) for name, code in _TYPES.items()}

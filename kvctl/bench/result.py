@@ -3,6 +3,7 @@
 `schema_version` 1. Everything is told with its n; what is not known is null, never 0. Floor 3.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,27 +47,25 @@ def steady_window(measured: Measurements, load: LoadConfig, median_e2e_s: float 
 
 def build_summary(
     measured: Measurements, load: LoadConfig, report: ReportConfig
-) -> tuple[dict[str, Any], SteadyWindow | None, dict[str, list[float]]]:
+) -> tuple[dict[str, Any], SteadyWindow | None, dict[str, "array[float]"]]:
     """The `summary` object, the steady window, and the latencies (s) of completed requests by name."""
-    rows = list(measured.rows.rows())
-    completed = [row for row in rows if row.is_completed]
-    latencies = _latencies(completed)
+    tally = _Tally(report)
+    for row in measured.rows.rows():
+        tally.add(row)
+    latencies = tally.latencies
     e2e = LatencySummary.of(latencies["e2e"])
     window = steady_window(measured, load, e2e.percentile_s(50))
     duration_s = measured.end_s - measured.start_s
-    output_tokens = sum(row.output_tokens for row in completed)
-    input_tokens = sum(max(row.prompt_tokens, 0) for row in completed)
-    num_events = sum(row.num_events for row in completed)
     summary: dict[str, Any] = {
-        "completed": len(completed),
-        "failed": len(rows) - len(completed),
+        "completed": tally.num_completed,
+        "failed": tally.num_rows - tally.num_completed,
         "duration_s": round(duration_s, 6),
         "drain_s": round(max(0.0, measured.end_s - measured.issue_end_s), 6) if measured.issue_end_s else None,
-        "request_throughput": _per_s(len(completed), duration_s),
-        "output_throughput": _per_s(output_tokens, duration_s),
-        "total_throughput": _per_s(output_tokens + input_tokens, duration_s),
-        "input_tokens": _input_tokens(completed),
-        "output_tokens": _output_tokens(completed, output_tokens),
+        "request_throughput": _per_s(tally.num_completed, duration_s),
+        "output_throughput": _per_s(tally.output_tokens, duration_s),
+        "total_throughput": _per_s(tally.output_tokens + tally.prompt_tokens, duration_s),
+        "input_tokens": tally.input_tokens_as_json(),
+        "output_tokens": tally.output_tokens_as_json(),
         "max_in_flight": measured.max_in_flight,
     }
     for name in LATENCIES:
@@ -74,21 +73,94 @@ def build_summary(
         summary[f"{name}_ms"] = LatencySummary.of(values).as_json_ms() | {"ci95": _intervals(values)}
         if name == "tpot":
             summary["gap_ms"] = LatencySummary.of_histogram(measured.gaps).as_json_ms()
-    summary["tokens_per_event"] = round(output_tokens / num_events, 4) if num_events else None
-    summary["goodput"] = _goodput(rows, measured.num_never_sent, duration_s, report)
-    summary["steady"] = _steady(rows, measured, window)
-    summary["classes"] = _classes(completed)
+    summary["tokens_per_event"] = round(tally.output_tokens / tally.num_events, 4) if tally.num_events else None
+    summary["goodput"] = tally.goodput_as_json(measured.num_never_sent, duration_s)
+    summary["steady"] = _steady(measured, window)
+    summary["classes"] = tally.classes_as_json()
     return summary, window, latencies
 
 
-def _latencies(completed: Sequence[RequestRow]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in LATENCIES}
-    for row in completed:
-        for name, value_s in row.latencies_s().items():
-            if value_s is not None:
-                found[name].append(value_s)
-        found["client_queue"].append(max(0.0, row.sent_s - row.due_s))
-    return found
+def _empty_latencies() -> dict[str, "array[float]"]:
+    return {name: array("d") for name in LATENCIES}
+
+
+def _add_latencies(found: Mapping[str, "array[float]"], row: RequestRow) -> None:
+    for name, value_s in row.latencies_s().items():
+        if value_s is not None:
+            found[name].append(value_s)
+    found["client_queue"].append(max(0.0, row.sent_s - row.due_s))
+
+
+class _Tally:
+    """What is added up over all rows, in one pass: memory is eight bytes per latency."""
+
+    def __init__(self, report: ReportConfig) -> None:
+        self._slo = report.slo
+        self.latencies = _empty_latencies()
+        self.num_rows = self.num_completed = self.num_events = self._num_good = 0
+        self.output_tokens = 0.0
+        self.prompt_tokens = self._cached_tokens = self._num_told = self._num_cached_told = 0
+        self._asked_prompt_tokens = self._num_asked = self._num_exact = 0
+        self._asked_output_tokens = self._num_output_asked = 0
+        self._classes: dict[str, dict[str, array[float]]] = {}
+
+    def add(self, row: RequestRow) -> None:
+        self.num_rows += 1
+        if not row.is_completed:
+            return
+        self.num_completed += 1
+        _add_latencies(self.latencies, row)
+        if row.class_name:
+            _add_latencies(self._classes.setdefault(row.class_name, _empty_latencies()), row)
+        if self._slo is not None and self._slo.is_met(row.latencies_s()):
+            self._num_good += 1
+        self.num_events += row.num_events
+        self.output_tokens += row.output_tokens
+        if row.prompt_tokens >= 0:
+            self._num_told += 1
+            self.prompt_tokens += row.prompt_tokens
+            if row.asked_prompt_tokens >= 0:
+                self._num_asked += 1
+                self._asked_prompt_tokens += row.asked_prompt_tokens
+                self._num_exact += row.prompt_tokens == row.asked_prompt_tokens
+        if row.cached_tokens >= 0:
+            self._num_cached_told += 1
+            self._cached_tokens += row.cached_tokens
+        if row.asked_output_tokens > 0:
+            self._num_output_asked += 1
+            self._asked_output_tokens += row.asked_output_tokens
+
+    def input_tokens_as_json(self) -> dict[str, Any]:
+        asked, told = self._num_asked, self._num_told
+        has_cached = self._num_cached_told and self.prompt_tokens
+        return {
+            "total": self.prompt_tokens if told else None,
+            "mean": round(self.prompt_tokens / told, 3) if told else None,
+            "asked_mean": round(self._asked_prompt_tokens / asked, 3) if asked else None,
+            "exact_share": round(self._num_exact / asked, 4) if asked else None,
+            "cached_share": round(self._cached_tokens / self.prompt_tokens, 4) if has_cached else None,
+        }
+
+    def output_tokens_as_json(self) -> dict[str, Any]:
+        n, asked = self.num_completed, self._num_output_asked
+        return {
+            "total": round(self.output_tokens),
+            "mean": round(self.output_tokens / n, 3) if n else None,
+            "asked_mean": round(self._asked_output_tokens / asked, 3) if asked else None,
+        }
+
+    def goodput_as_json(self, num_never_sent: int, duration_s: float) -> dict[str, object] | None:
+        if self._slo is None:
+            return None
+        return Goodput(self._num_good, self.num_rows + num_never_sent, duration_s, self._slo).as_json()
+
+    def classes_as_json(self) -> dict[str, Any]:
+        if len(self._classes) < 2:
+            return {}
+        return {
+            name: {f"{key}_ms": LatencySummary.of(found[key]).as_json_ms() for key in ("ttft", "tpot", "e2e")}
+            for name, found in sorted(self._classes.items())
+        }
 
 
 def _intervals(values: Sequence[float]) -> dict[str, list[float | None] | None]:
@@ -104,42 +176,7 @@ def _per_s(amount: float, duration_s: float) -> float | None:
     return round(amount / duration_s, 6) if duration_s > 0 else None
 
 
-def _input_tokens(completed: Sequence[RequestRow]) -> dict[str, Any]:
-    told = [row for row in completed if row.prompt_tokens >= 0]
-    asked = [row for row in told if row.asked_prompt_tokens >= 0]
-    cached = sum(max(row.cached_tokens, 0) for row in told)
-    total = sum(row.prompt_tokens for row in told)
-    return {
-        "total": total if told else None,
-        "mean": round(total / len(told), 3) if told else None,
-        "asked_mean": round(sum(row.asked_prompt_tokens for row in asked) / len(asked), 3) if asked else None,
-        "exact_share": round(sum(r.prompt_tokens == r.asked_prompt_tokens for r in asked) / len(asked), 4)
-        if asked
-        else None,
-        "cached_share": round(cached / total, 4) if total and any(row.cached_tokens >= 0 for row in told) else None,
-    }
-
-
-def _output_tokens(completed: Sequence[RequestRow], total: float) -> dict[str, Any]:
-    asked = [row for row in completed if row.asked_output_tokens > 0]
-    return {
-        "total": round(total),
-        "mean": round(total / len(completed), 3) if completed else None,
-        "asked_mean": round(sum(row.asked_output_tokens for row in asked) / len(asked), 3) if asked else None,
-    }
-
-
-def _goodput(
-    rows: Sequence[RequestRow], num_never_sent: int, duration_s: float, report: ReportConfig
-) -> dict[str, object] | None:
-    if report.slo is None:
-        return None
-    slo = report.slo
-    num_good = sum(row.is_completed and slo.is_met(row.latencies_s()) for row in rows)
-    return Goodput(num_good, len(rows) + num_never_sent, duration_s, slo).as_json()
-
-
-def _steady(rows: Sequence[RequestRow], measured: Measurements, window: SteadyWindow | None) -> dict[str, Any] | None:
+def _steady(measured: Measurements, window: SteadyWindow | None) -> dict[str, Any] | None:
     if window is None:
         return None
     tokens = sum(
@@ -147,34 +184,31 @@ def _steady(rows: Sequence[RequestRow], measured: Measurements, window: SteadyWi
         for index, amount in measured.tokens_per_bin.items()
         if window.start_s * BINS_PER_S - 0.5 < index < window.end_s * BINS_PER_S - 0.5
     )
-    inside = [row for row in rows if row.is_completed and window.start_s <= row.sent_s <= window.end_s]
-    ended = [row for row in rows if row.is_completed and window.start_s <= row.end_s <= window.end_s]
-    busy_s = sum(max(0.0, min(row.end_s, window.end_s) - max(row.sent_s, window.start_s)) for row in rows if row.sent_s)
-    latencies = _latencies(inside)
+    latencies = _empty_latencies()
+    num_sent = num_ended = prompt_tokens = 0
+    busy_s = 0.0
+    for row in measured.rows.rows():
+        if row.sent_s:
+            busy_s += max(0.0, min(row.end_s, window.end_s) - max(row.sent_s, window.start_s))
+        if row.is_completed and window.start_s <= row.sent_s <= window.end_s:
+            num_sent += 1
+            _add_latencies(latencies, row)
+        if row.is_completed and window.start_s <= row.end_s <= window.end_s:
+            num_ended += 1
+            prompt_tokens += max(row.prompt_tokens, 0)
     steady: dict[str, Any] = {
         "start_s": round(window.start_s - measured.start_s, 3),
         "end_s": round(window.end_s - measured.start_s, 3),
         "rule": window.rule,
-        "requests_sent": len(inside),
+        "requests_sent": num_sent,
         "mean_in_flight": round(busy_s / window.length_s, 3),
-        "request_throughput": _per_s(len(ended), window.length_s),
+        "request_throughput": _per_s(num_ended, window.length_s),
         "output_throughput": _per_s(tokens, window.length_s),
-        "total_throughput": _per_s(tokens + sum(max(row.prompt_tokens, 0) for row in ended), window.length_s),
+        "total_throughput": _per_s(tokens + prompt_tokens, window.length_s),
     }
     for name in ("ttft", "tpot", "e2e"):
         steady[f"{name}_ms"] = LatencySummary.of(latencies[name]).as_json_ms()
     return steady
-
-
-def _classes(completed: Sequence[RequestRow]) -> dict[str, Any]:
-    names = sorted({row.class_name for row in completed} - {""})
-    if len(names) < 2:
-        return {}
-    result = {}
-    for name in names:
-        latencies = _latencies([row for row in completed if row.class_name == name])
-        result[name] = {f"{key}_ms": LatencySummary.of(latencies[key]).as_json_ms() for key in ("ttft", "tpot", "e2e")}
-    return result
 
 
 def build_samples(latencies: Mapping[str, Sequence[float]], gaps: LogHistogram) -> dict[str, Any]:

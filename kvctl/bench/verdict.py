@@ -57,23 +57,28 @@ def judge(
 ) -> dict[str, Any]:
     """The `client` object of a result: lag, coalescing, lateness, calibration, verdict and reason."""
     lags = LatencySummary.of_histogram(measured.lags)
-    rows = list(measured.rows.rows())
-    num_coalesced = sum(row.coalesced_events for row in rows)
-    num_gaps = sum(max(0, row.num_events - 1) for row in rows)
-    coalesced_share = num_coalesced / num_gaps if num_gaps else 0.0
-    sent = [row for row in rows if row.sent_s]
-    late = [row.sent_s - row.due_s for row in sent if row.sent_s - row.due_s > report.late_s + row.connect_s]
     harm_s = max(report.late_s, _MAX_ERROR_SHARE * (summary["ttft_ms"]["p50"] or 0.0) / 1e3)
-    num_harmful = sum(late_s > harm_s for late_s in late)
+    num_coalesced = num_gaps = num_sent = num_late = num_harmful = 0
+    most_late_s = 0.0
+    for row in measured.rows.rows():
+        num_coalesced += row.coalesced_events
+        num_gaps += max(0, row.num_events - 1)
+        if row.sent_s:
+            num_sent += 1
+            late_s = row.sent_s - row.due_s - row.connect_s
+            num_late += late_s > report.late_s
+            num_harmful += late_s > harm_s
+            most_late_s = max(most_late_s, late_s)
+    coalesced_share = num_coalesced / num_gaps if num_gaps else 0.0
     duration_s = max(measured.end_s - measured.start_s, 1e-9)
     cpu_share = measured.cpu_s / duration_s / num_workers
-    reasons = _reasons(measured, summary, load, lags, coalesced_share, num_harmful, len(sent), cpu_share, calibration)
+    reasons = _reasons(measured, summary, load, lags, coalesced_share, num_harmful, num_sent, cpu_share, calibration)
     return {
         "timing": "kernel" if measured.uses_kernel_clock else "read",
         "lag_ms": {"p50": to_ms(lags.percentile_s(50)), "p99": to_ms(lags.percentile_s(99)), "n": lags.n},
         "coalesced_share": round(coalesced_share, 5),
-        "late": len(late),
-        "late_max_ms": to_ms(max(late)) if late else None,
+        "late": num_late,
+        "late_max_ms": to_ms(most_late_s) if num_late else None,
         "never_sent": measured.num_never_sent,
         "connections": measured.num_connections,
         "events": measured.num_events,

@@ -1,5 +1,6 @@
 """Latencies of a request, from moments; and that rows come back as they went in."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -63,3 +64,16 @@ def test_rows_come_back_as_they_went_in():
     table.merge(other)
     assert list(table.rows()) == rows
     assert len(table) == 3
+
+
+def test_tens_of_thousands_of_rows_take_no_memory_and_survive_a_trip_to_another_process():
+    table = RequestTable()
+    for i in range(20_001):
+        table.append(replace(ROW, number=i))
+    assert sum(len(column) for column in table._columns.values()) < 20 * 8192
+    copy = pickle.loads(pickle.dumps(table))
+    for one in (table, copy):
+        assert len(one) == 20_001
+        assert [row.number for row in one.rows()] == list(range(20_001))
+    copy.append(ROW)
+    assert list(copy.rows())[-1] == ROW
