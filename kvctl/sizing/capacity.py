@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvctl.core.kv_cache_groups import layers_per_block
 from kvctl.errors import ModelNotSupported
-from kvctl.model.kv_cache_spec import KVCacheSpec
+from kvctl.model.kv_cache_spec import KVCacheSpec, marginal_bytes_per_token
 from kvctl.model.layer_shape import LayerKind
 from kvctl.sizing.engine_rules import EngineRules, mamba_blocks_per_request
 
@@ -105,9 +105,7 @@ def priced(spec: KVCacheSpec, rules: EngineRules) -> KVCacheSpec:
     return spec
 
 
-def build_pool(
-    specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None, *, state_align: int = 16
-) -> Pool:
+def build_pool(specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None) -> Pool:
     """Group the layers and find the block that all groups share.
 
     Source: vLLM's kv_cache_utils: one kind -> one group; else blocks of equal bytes (the smaller page gets more
@@ -117,6 +115,8 @@ def build_pool(
     Raises:
         ModelNotSupported: the engine's rule for this model is not known.
     """
+    if rules.name == "ideal":
+        return _ideal_pool(specs, rules)
     kept = [priced(spec, rules) for spec in specs]
     if any(s.kind is LayerKind.COMPRESSED for s in kept):
         raise ModelNotSupported(
@@ -142,10 +142,16 @@ def build_pool(
         unknown = "The recurrent state's size is not in this config: it is not counted."
         notes = [unknown] if any(s.state_bytes is None for s in states) else []
         return _pool(rules, _uniform(attention, size), sum(s.state_bytes or 0 for s in states), notes)
-    kinds = {(s.kind in _UNBOUNDED, s.kind, s.window_tokens) for s in attention}
-    if len({(k[0], None if k[0] else k[1:]) for k in kinds}) <= 1 and not states:
+    kinds = {None if s.kind in _UNBOUNDED else (s.kind, s.window_tokens) for s in attention}
+    if len(kinds) <= 1 and not states:
         return _pool(rules, _uniform(attention, size))
     return _pool(rules, _hybrid(attention, states, size))
+
+
+def _ideal_pool(specs: Sequence[KVCacheSpec], rules: EngineRules) -> Pool:
+    """One token a block, at its ideal cost; windows and states are counted per request (request.py)."""
+    indices = tuple(s.layer_index for s in specs)
+    return _pool(rules, [PoolGroup(LayerKind.FULL, indices, 1, marginal_bytes_per_token(specs))] if specs else [])
 
 
 def _default_block(attention: Sequence[KVCacheSpec], rules: EngineRules) -> int:

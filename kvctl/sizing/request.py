@@ -22,6 +22,7 @@ from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
 from kvctl.model.weight_formats import WeightFormat, checkpoint_format, named_format, unquantized
 from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
+from kvctl.sizing.answer_notes import Asked, answer_notes
 from kvctl.sizing.capacity import Capacity, Limits, Pool, build_pool, capacity, priced
 from kvctl.sizing.engine_rules import EngineRules, engine_rules, latent_bytes
 from kvctl.sizing.memory import (
@@ -173,7 +174,15 @@ def size_up(request: SizeRequest) -> SizeAnswer:
         capacity=caps[1],
         capacity_low=caps[0],
         capacity_high=caps[2],
-        notes=_notes(request, rules, shape, pool, weights, pool_error),
+        notes=answer_notes(
+            shape,
+            rules,
+            request.parallel,
+            pool,
+            weights,
+            pool_error,
+            Asked(request.kv_dtype, request.max_model_len),
+        ),
     )
 
 
@@ -344,42 +353,25 @@ def _capacity(
             max_context_tokens=checked.max_context_tokens,
             needed_bytes=checked.needed_bytes,
         )
-    if rules.name == "ideal":
-        each = request_bytes(all_specs, limits.max_model_len) or 1
-        found = replace(found, max_concurrency=max(0, kv_bytes) / each)
-    return found
+    return _ideal_capacity(found, all_specs, kv_bytes, longest) if rules.name == "ideal" else found
 
 
-def _has_fp8_kv_scales(shape: ModelShape) -> bool:
-    raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
-    scheme = raw.get("kv_cache_scheme") if isinstance(raw, dict) else None
-    return isinstance(scheme, dict) and scheme.get("num_bits") == 8
-
-
-def _notes(
-    request: SizeRequest,
-    rules: EngineRules,
-    shape: ModelShape,
-    pool: Pool | None,
-    weights: WeightSize | None,
-    pool_error: ModelNotSupported | None,
-) -> tuple[str, ...]:
-    notes = list(shape.notes)
-    if pool is not None:
-        notes += pool.notes
-    if weights is not None:
-        notes += weights.notes
-    if pool_error is not None:
-        notes.append(pool_error.message)
-    if shape.num_draft_layers:
-        notes.append(f"{shape.num_draft_layers} draft (MTP) layer(s) are not loaded without speculative decoding.")
-    if request.kv_dtype == "auto" and _has_fp8_kv_scales(shape):
-        notes.append(
-            "The checkpoint carries FP8 KV scales: newer vLLM takes fp8 for auto; ask with --kv-cache-dtype fp8."
-        )
-    own, asked = shape.max_model_len, request.max_model_len
-    if own is not None and asked is not None and asked > own:
-        notes.append(f"--max-model-len {asked:,} is beyond the model's own {own:,}.")
-    if rules.fit_counts_all_stages and request.parallel.pipeline > 1:
-        notes.append("This version checks all layers against one stage's memory (vLLM issue 34076).")
-    return tuple(notes)
+def _ideal_capacity(found: Capacity, specs: Sequence[KVCacheSpec], kv_bytes: int, longest: int) -> Capacity:
+    """Without blocks a request costs its bytes: windows capped, states once."""
+    each = request_bytes(specs, found.max_model_len)
+    if each is None:
+        return found
+    low, high = 0, min(longest, UNBOUNDED_LENGTH)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if (request_bytes(specs, middle) or 0) <= kv_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return replace(
+        found,
+        max_concurrency=max(0, kv_bytes) / max(1, each),
+        max_context_tokens=low if kv_bytes > 0 else 0,
+        fits=each <= kv_bytes,
+        needed_bytes=each,
+    )

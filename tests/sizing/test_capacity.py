@@ -195,3 +195,19 @@ def test_tpus_have_blocks_of_a_sixteenth_of_the_length() -> None:
 def test_latent_hybrids_round_blocks_to_64_tokens() -> None:
     answer = ask("moonshotai/Kimi-K3", engine="vllm", kv_bytes=10 * GIB, parallel=_tp(8))
     assert answer.pool is not None and answer.pool.block_tokens % 64 == 0
+
+
+def test_ideal_counts_windows_and_states_once_and_knows_no_blocks() -> None:
+    gemma = ask("google/gemma-3-27b-it", engine="ideal", kv_bytes=10 * GIB, max_model_len=32_768)
+    layer = 2 * 16 * 128 * 2
+    assert gemma.capacity is not None
+    assert gemma.capacity.needed_bytes == layer * (10 * 32_768 + 52 * 1024)
+    assert gemma.capacity.max_concurrency == pytest.approx(10 * GIB / gemma.capacity.needed_bytes)
+    tight = ask("google/gemma-3-27b-it", engine="ideal", kv_bytes=gemma.capacity.needed_bytes - 1, max_model_len=32_768)
+    assert tight.capacity is not None and not tight.capacity.fits
+    assert tight.capacity.max_context_tokens == 32_767
+
+
+def test_ideal_answers_for_deepseek_v4_too() -> None:
+    answer = ask("deepseek-ai/DeepSeek-V4-Flash", engine="ideal", kv_bytes=10 * GIB)
+    assert answer.capacity is not None and answer.capacity.max_concurrency > 1

@@ -1,0 +1,52 @@
+"""Lines that qualify an answer: what was padded, estimated, left out or is beyond the model. Floor 1."""
+
+from dataclasses import dataclass
+
+from kvctl.errors import ModelNotSupported
+from kvctl.model.model_shape import ModelShape
+from kvctl.model.weight_size import Parallelism, WeightSize
+from kvctl.sizing.capacity import Pool
+from kvctl.sizing.engine_rules import EngineRules
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The choices that a note may question."""
+
+    kv_dtype: str
+    max_model_len: int | None
+
+
+def answer_notes(
+    shape: ModelShape,
+    rules: EngineRules,
+    parallel: Parallelism,
+    pool: Pool | None,
+    weights: WeightSize | None,
+    pool_error: ModelNotSupported | None,
+    asked: Asked,
+) -> tuple[str, ...]:
+    """What a reader of the answer should know beside it."""
+    notes = list(shape.notes)
+    if pool is not None:
+        notes += pool.notes
+    if weights is not None:
+        notes += weights.notes
+    if pool_error is not None:
+        notes.append(pool_error.message)
+    if shape.num_draft_layers:
+        notes.append(f"{shape.num_draft_layers} draft (MTP) layer(s) are not loaded without speculative decoding.")
+    if asked.kv_dtype == "auto" and _has_fp8_kv_scales(shape):
+        notes.append("The checkpoint carries FP8 KV scales: newer vLLM may take fp8 for auto (--kv-cache-dtype fp8).")
+    own, length = shape.max_model_len, asked.max_model_len
+    if own is not None and length is not None and length > own:
+        notes.append(f"--max-model-len {length:,} is beyond the model's own {own:,}.")
+    if rules.fit_counts_all_stages and parallel.pipeline > 1:
+        notes.append("This version checks all layers against one stage's memory (vLLM issue 34076).")
+    return tuple(notes)
+
+
+def _has_fp8_kv_scales(shape: ModelShape) -> bool:
+    raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
+    scheme = raw.get("kv_cache_scheme") if isinstance(raw, dict) else None
+    return isinstance(scheme, dict) and scheme.get("num_bits") == 8
