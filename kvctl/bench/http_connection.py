@@ -231,15 +231,14 @@ class HttpConnection:
                 exchange.body.append(body)
             return
         payloads = exchange.sse.feed(body)
-        if payloads:
-            if len(payloads) == 1:
-                exchange.payloads.append(payloads[0])
-                exchange.times_s.append(self._now_s)
-            else:
-                exchange.payloads += payloads
-                exchange.times_s += [self._now_s] * len(payloads)
-            if len(exchange.payloads) >= _DECODE_BATCH:
-                self._pump.add(exchange)
+        if len(payloads) == 1:
+            exchange.payloads.append(payloads[0])
+            exchange.times_s.append(self._now_s)
+        elif payloads:
+            exchange.payloads += payloads
+            exchange.times_s += [self._now_s] * len(payloads)
+        if len(exchange.payloads) >= _DECODE_BATCH:
+            self._pump.add(exchange)
 
     def on_message_complete(self) -> None:
         """httptools: the answer is complete."""

@@ -44,16 +44,14 @@ class ArrivalClock:
         if now_s > self._offset_until_s:
             self._measure_offset()
             self._offset_until_s = now_s + _OFFSET_AGE_S
+            self.flush()
         seconds, nanoseconds = _unpack_timespec(stamp)
         arrival_s: float = (seconds * 1_000_000_000 + nanoseconds - self._offset_ns) * 1e-9
         lag_s = now_s - arrival_s
-        if lag_s < 0 or lag_s > _MAX_PLAUSIBLE_LAG_S:
-            return now_s
-        recent = self._recent_lags_s
-        recent.append(lag_s)
-        if len(recent) >= 1024:
-            self.flush()
-        return arrival_s
+        if 0.0 <= lag_s < _MAX_PLAUSIBLE_LAG_S:
+            self._recent_lags_s.append(lag_s)
+            return arrival_s
+        return now_s
 
     def flush(self) -> None:
         """Move the lags kept last into the histogram."""
@@ -101,7 +99,17 @@ class Wire(Protocol):
 class SocketWire:
     """A plain TCP connection, read with the kernel's time stamps."""
 
-    __slots__ = ("__weakref__", "_clock", "_fd", "_poller", "_receiver", "_recvmsg", "_socket", "_unsent")
+    __slots__ = (
+        "__weakref__",
+        "_arrival_s",
+        "_fd",
+        "_poller",
+        "_receive",
+        "_receiver",
+        "_recvmsg",
+        "_socket",
+        "_unsent",
+    )
 
     def __init__(self, poller: SocketPoller, sock: socket.socket, clock: ArrivalClock, receiver: Receiver) -> None:
         sock.setblocking(False)
@@ -111,8 +119,9 @@ class SocketWire:
         self._socket = sock
         self._recvmsg = sock.recvmsg
         self._fd = sock.fileno()
-        self._clock = clock
+        self._arrival_s = clock.arrival_s
         self._receiver = receiver
+        self._receive = receiver.receive
         self._unsent = bytearray()
         poller.add(self._fd, self._on_ready)
 
@@ -145,12 +154,10 @@ class SocketWire:
             self.close()
 
     def _on_ready(self, mask: int) -> None:
-        if mask & WRITE and self._unsent:
+        if mask & WRITE:
             self._on_writable()
-        if mask & READ and self._fd >= 0:
-            self._on_readable()
-
-    def _on_readable(self) -> None:
+            if not mask & READ or self._fd < 0:
+                return
         try:
             data, ancillary, _, _ = self._recvmsg(_READ_BYTES, _ANCILLARY_BYTES)
         except BlockingIOError:
@@ -162,9 +169,9 @@ class SocketWire:
         if not data:
             self._lose(None)
         elif ancillary and len(ancillary[0][2]) == 16:
-            self._receiver.receive(data, self._clock.arrival_s(ancillary[0][2], now_s))
+            self._receive(data, self._arrival_s(ancillary[0][2], now_s))
         else:
-            self._receiver.receive(data, now_s)
+            self._receive(data, now_s)
 
     def _on_writable(self) -> None:
         try:
