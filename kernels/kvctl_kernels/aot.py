@@ -37,6 +37,7 @@ FUNCTIONS = {
     "paged_prefill": triton_attention.paged_prefill_kernel,
     "merge_attention_states": triton_attention.merge_attention_states_kernel,
     "store_kv": triton_layer.store_kv_kernel,
+    "norm_rotary_store_kv": triton_layer.norm_rotary_store_kv_kernel,
     "rotary": triton_layer.rotary_kernel,
     "rms_norm": triton_layer.rms_norm_kernel,
     "gate_and_mul": triton_layer.gate_and_mul_kernel,
@@ -123,10 +124,11 @@ def _attention_cases(arch: Arch) -> Iterator[Case]:
                 "paged_decode",
                 arch,
                 f"D{head_dim} {label} N{config.block_n} w{config.num_warps} s{config.num_stages}",
-                shared | {"out_ptr": "fp32", "lse_ptr": "fp32"},
-                scalars | {"kv_start": "i32"},
+                shared | {"out_ptr": "fp32", "lse_ptr": "fp32", "kv_start_ptr": "none"},
+                scalars,
                 frozenset({"q_stride"}),
-                _attention_constants(head_dim, kind, config, has_scales) | {"NUM_SPLITS": 8, "WRITE_LSE": True},
+                _attention_constants(head_dim, kind, config, has_scales)
+                | {"NUM_SPLITS": 8, "HAS_START": False, "WRITE_LSE": True},
                 config.num_warps,
                 config.num_stages,
                 uses_tensor_cores=True,
@@ -161,6 +163,25 @@ def _layer_cases(arch: Arch) -> Iterator[Case]:
             {"NUM_HEADS": 8, "BLOCK_H": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE": PAGE}
             | {"HAS_SCALES": kv_bytes == 1, "KV_KIND": kind},
         )
+    for has_norm in (False, True):
+        for label, pointer, kind, kv_bytes in _kv_types(arch):
+            scale = "fp32" if kv_bytes == 1 else "none"
+            weight = "bf16" if has_norm else "none"
+            strides = ("q_stride", "key_stride", "value_stride")
+            yield Case(
+                "norm_rotary_store_kv",
+                arch,
+                f"D128 {label} norm" if has_norm else f"D128 {label}",
+                dict.fromkeys(("q_out_ptr", "q_ptr", "key_ptr", "value_ptr"), "bf16")
+                | {"k_cache_ptr": pointer, "v_cache_ptr": pointer, "slots_ptr": "i64", "positions_ptr": "i64"}
+                | {"cos_sin_ptr": "fp32", "q_weight_ptr": weight, "k_weight_ptr": weight}
+                | {"k_scale_ptr": scale, "v_scale_ptr": scale},
+                {"eps": "fp32"} | dict.fromkeys(strides, "i32"),
+                frozenset(strides),
+                {"GROUP": GROUP, "BLOCK_G": GROUP, "HALF": 64, "BLOCK_HALF": 64, "PAGE": PAGE}
+                | {"HAS_NORM": has_norm, "HAS_SCALES": kv_bytes == 1, "KV_KIND": kind},
+                num_warps=1,
+            )
     yield Case(
         "merge_attention_states",
         arch,
@@ -170,17 +191,15 @@ def _layer_cases(arch: Arch) -> Iterator[Case]:
         frozenset({"row_stride", "part_stride"}),
         {"NUM_PARTS": 8, "BLOCK_P": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "WRITE_LSE": False},
     )
-    for has_norm in (False, True):
-        yield Case(
-            "rotary",
-            arch,
-            "D128 norm" if has_norm else "D128",
-            {"x_ptr": "bf16", "out_ptr": "bf16", "positions_ptr": "i64", "cos_sin_ptr": "fp32"}
-            | {"norm_weight_ptr": "bf16" if has_norm else "none"},
-            {"eps": "fp32", "x_stride": "i32", "out_stride": "i32"},
-            frozenset({"x_stride", "out_stride"}),
-            {"NUM_HEADS": 32, "BLOCK_H": 32, "HALF": 64, "BLOCK_HALF": 64, "HEAD_DIM": 128, "HAS_NORM": has_norm},
-        )
+    yield Case(
+        "rotary",
+        arch,
+        "D128",
+        {"x_ptr": "bf16", "out_ptr": "bf16", "positions_ptr": "i64", "cos_sin_ptr": "fp32"},
+        {"x_stride": "i32", "out_stride": "i32"},
+        frozenset({"x_stride", "out_stride"}),
+        {"NUM_HEADS": 32, "BLOCK_H": 32, "HALF": 64, "BLOCK_HALF": 64, "HEAD_DIM": 128},
+    )
     for has_residual in (False, True):
         yield Case(
             "rms_norm",

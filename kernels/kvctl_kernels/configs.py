@@ -74,7 +74,8 @@ def prefill_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atte
     # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
     few_registers = arch in ("sm_80", "sm_120")
     if wide:
-        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, 2)
+        stages = 3 if arch == "sm_120" and kv_bytes == 1 else 2  # two spill there
+        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, stages)
     if head_dim > 64:
         masked = head_dim != next_power_of_2(head_dim)  # so are the masks of a padded head
         rows = 64 if few_registers and (kv_bytes == 1 or masked) else 128
@@ -89,3 +90,13 @@ def num_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -
     """
     wanted = 2 * num_multiprocessors // max(1, num_requests * num_kv_heads)
     return max(1, min(MAX_SPLITS, next_power_of_2(wanted + 1) // 2))
+
+
+def cascade_pays(num_requests: int, shared_tokens: int) -> bool:
+    """Whether reading a shared prefix once is worth two more launches per layer.
+
+    Saved: the K/V reads of all requests but one over the prefix. The launches cost about 10 us, in which a GPU of
+    3 TB/s reads 30 MB: some 8,000 tokens of a layer with 8 KV heads of 128 in bfloat16 (4 KB a token).
+    Predicted, never measured.
+    """
+    return (num_requests - 1) * shared_tokens >= 8192

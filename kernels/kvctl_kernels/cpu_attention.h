@@ -402,9 +402,8 @@ inline Plan plan(const Arguments& in, int num_threads) {
 }
 
 template <class E>
-void run(const Arguments& in, int num_threads) {
+void run_plan(const Arguments& in, const Plan& work, int num_threads) {
     static thread_local Scratch shared;  // the caller's; the helpers get its address
-    const Plan work = plan(in, num_threads);
     const int num_tasks = (int)work.tasks.size();
     if (!num_tasks) return;
     const size_t counter_bytes = (sizeof(std::atomic<int32_t>) * work.splits_left.size() + 63) / 64 * 64;
@@ -417,6 +416,11 @@ void run(const Arguments& in, int num_threads) {
         static thread_local Scratch scratch;
         runner.run(work.tasks[i], scratch, workspace, counters);
     });
+}
+
+template <class E>
+void run(const Arguments& in, int num_threads) {
+    run_plan<E>(in, plan(in, num_threads), num_threads);
 }
 
 }  // namespace attention

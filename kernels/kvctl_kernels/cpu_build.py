@@ -27,6 +27,7 @@ SOURCES = (
     "cpu_elementwise.h",
     "cpu_linear.h",
     "cpu_sampling.h",
+    "cpu_stack.h",
 )
 # -O2: the hot loops are unrolled by hand; -O3 compiles four times longer for the same speed.
 FLAGS = ("-std=c++20", "-O2", "-ffp-contract=fast", "-pthread", "-fPIC", "-shared", "-w")

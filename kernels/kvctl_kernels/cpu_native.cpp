@@ -6,6 +6,7 @@
 #include "cpu_elementwise.h"
 #include "cpu_linear.h"
 #include "cpu_sampling.h"
+#include "cpu_stack.h"
 
 #define BY_DTYPE(call)        \
     do {                      \
@@ -91,6 +92,10 @@ void kvctl_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, cons
                   const float* bias, void* y, int64_t y_stride, int64_t outputs, int num_threads) {
     BY_DTYPE(linear::multiply<E>((const uint32_t*)x, x_stride, rows, (const uint32_t*)packed, words, bias, (E::T*)y,
                                  y_stride, outputs, num_threads));
+}
+
+void kvctl_stack(int dtype, const stack::Model* model, const stack::Step* step, int num_threads) {
+    BY_DTYPE((stack::Pass<E>{*model, *step, num_threads}.run()));
 }
 
 }  // extern "C"

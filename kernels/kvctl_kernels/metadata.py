@@ -38,7 +38,9 @@ class AttentionMetadata:
     max_seq_len: int
     query_lens_list: Sequence[int]
     seq_lens_list: Sequence[int]
-    num_shared_blocks: int = 0  # leading blocks that all decode requests have in common; 0 also: not looked for
+    # int32 [3]: 0, num_decode_requests, tokens of the whole blocks that all of them start with. None: no such blocks,
+    # too few to matter, or not looked for.
+    shared_prefix: Tensor | None = None
 
     @classmethod
     def from_lists(

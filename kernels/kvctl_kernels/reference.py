@@ -74,6 +74,27 @@ class TorchOps:
         self.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
         return query
 
+    def norm_rotary_and_store_kv(
+        self,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """Normalise each head of query and key, then `rotary_and_store_kv`."""
+        query, key = self.rms_norm(query, q_norm, eps), self.rms_norm(key, k_norm, eps)
+        return self.rotary_and_store_kv(
+            query, key, value, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, scales
+        )
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded once."""
         wide = x.float()

@@ -65,7 +65,9 @@ def _absorb(acc, row_max, row_sum, scores, v, dtype: tl.constexpr):
     return acc, new_max, row_sum
 
 
-@triton.jit
+# do_not_specialize: numbers that change from step to step. Otherwise a 1 or a multiple of 16 among them would compile
+# a kernel of its own, in the middle of serving.
+@triton.jit(do_not_specialize=("window", "table_stride"))
 def paged_decode_kernel(
     out_ptr,  # NUM_SPLITS == 1: [R, Hq, D] like query; else float32 [R, Hq, NUM_SPLITS, D]
     lse_ptr,  # float32 [R, Hq, NUM_SPLITS]
@@ -79,7 +81,7 @@ def paged_decode_kernel(
     scale_log2,
     soft_cap,
     window,
-    kv_start,  # tokens before this one are somebody else's part (a shared prefix)
+    kv_start_ptr,  # int32 [1], with HAS_START: tokens before this one are somebody else's part (a shared prefix)
     q_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -89,6 +91,7 @@ def paged_decode_kernel(
     PAGE: tl.constexpr,  # tokens of a block
     BLOCK_N: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    HAS_START: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -103,7 +106,9 @@ def paged_decode_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
 
     seq_len = tl.load(seq_lens_ptr + request)
-    first = kv_start
+    first = 0
+    if HAS_START:
+        first = tl.load(kv_start_ptr)
     if HAS_WINDOW:
         first = tl.maximum(first, seq_len - window)
     first_tile = first // BLOCK_N
@@ -210,7 +215,7 @@ def _prefill_tiles(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("window", "table_stride", "num_requests"))
 def paged_prefill_kernel(
     out_ptr,  # [T, Hq, D]
     lse_ptr,  # float32 [T, Hq], with WRITE_LSE

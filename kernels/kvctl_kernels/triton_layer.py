@@ -100,18 +100,15 @@ def rotary_kernel(
     out_ptr,  # [T, NUM_HEADS, HEAD_DIM], rows out_stride apart; may be x
     positions_ptr,  # int64 [T]
     cos_sin_ptr,  # float32 [P, 2 * HALF]: cosines, then sines
-    norm_weight_ptr,  # [HEAD_DIM], with HAS_NORM
-    eps,
     x_stride,
     out_stride,
     NUM_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    HALF: tl.constexpr,  # of the rotated dimensions; equals HEAD_DIM // 2 with HAS_NORM
+    HALF: tl.constexpr,  # of the rotated dimensions
     BLOCK_HALF: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
 ):
-    """Normalise each head if asked, then rotate it by its token's position. Grid (T,).
+    """Rotate each head by its token's position. Grid (T,).
 
     Dimensions beyond 2 * HALF pass unrotated and are not touched (the launcher copies them if out is not x).
     """
@@ -123,17 +120,93 @@ def rotary_kernel(
     at = heads[:, None] * HEAD_DIM + halves[None, :]
     first = tl.load(x_ptr + token * x_stride + at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + token * x_stride + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        first, second = _normed_halves(first, second, norm_weight_ptr, halves, HALF, in_half, eps)
-        # The norm is an operation of its own everywhere else: round where it would.
-        first = first.to(x_ptr.dtype.element_ty).to(tl.float32)
-        second = second.to(x_ptr.dtype.element_ty).to(tl.float32)
     row = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
     cos = tl.load(row + halves, mask=in_half, other=0.0)[None, :]
     sin = tl.load(row + HALF + halves, mask=in_half, other=0.0)[None, :]
     to = out_ptr + token * out_stride + at
     tl.store(to, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(to + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_rotary_store_kv_kernel(
+    q_out_ptr,  # [T, Hq, HEAD_DIM], contiguous
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,  # int64 [T], -1: K and V are not stored
+    positions_ptr,  # int64 [T]
+    cos_sin_ptr,  # float32 [P, HEAD_DIM]: cosines, then sines
+    q_weight_ptr,  # [HEAD_DIM], with HAS_NORM
+    k_weight_ptr,
+    k_scale_ptr,  # float32 [Hkv]
+    v_scale_ptr,
+    eps,
+    q_stride,
+    key_stride,
+    value_stride,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HALF: tl.constexpr,  # HEAD_DIM // 2
+    BLOCK_HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    KV_KIND: tl.constexpr,
+):
+    """All that happens to a KV head and its GROUP query heads between projection and attention. Grid (T, Hkv).
+
+    Norm if asked, rotary, store; rounds where the operations one by one would, so that it gives their bits.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    rows = tl.arange(0, BLOCK_G)
+    halves = tl.arange(0, BLOCK_HALF)
+    in_half = halves < HALF
+    table = cos_sin_ptr + tl.load(positions_ptr + token) * HEAD_DIM
+    cos = tl.load(table + halves, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(table + HALF + halves, mask=in_half, other=0.0)[None, :]
+
+    mask = (rows < GROUP)[:, None] & in_half[None, :]
+    at = (kv_head * GROUP + rows)[:, None] * HEAD_DIM + halves[None, :]
+    first = tl.load(q_ptr + token * q_stride + at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(q_ptr + token * q_stride + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        first, second = _normed_halves(first, second, q_weight_ptr, halves, HALF, in_half, eps)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    to = q_out_ptr + token * num_kv_heads * GROUP * HEAD_DIM + at
+    tl.store(to, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(to + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        here = kv_head * HEAD_DIM + halves[None, :]
+        mask = in_half[None, :]
+        first = tl.load(key_ptr + token * key_stride + here, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(key_ptr + token * key_stride + here + HALF, mask=mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            first, second = _normed_halves(first, second, k_weight_ptr, halves, HALF, in_half, eps)
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        key_low = (first * cos - second * sin).to(dtype).to(tl.float32)
+        key_high = (second * cos + first * sin).to(dtype).to(tl.float32)
+        value_low = tl.load(value_ptr + token * value_stride + here, mask=mask, other=0.0).to(tl.float32)
+        value_high = tl.load(value_ptr + token * value_stride + here + HALF, mask=mask, other=0.0).to(tl.float32)
+        if HAS_SCALES:
+            k_scale = tl.load(k_scale_ptr + kv_head)
+            v_scale = tl.load(v_scale_ptr + kv_head)
+            key_low, key_high = key_low / k_scale, key_high / k_scale
+            value_low, value_high = value_low / v_scale, value_high / v_scale
+        stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+        page_at = (((slot // PAGE) * num_kv_heads + kv_head) * PAGE + slot % PAGE) * HEAD_DIM + halves[None, :]
+        tl.store(k_cache_ptr + page_at, _as_stored(key_low, stored, KV_KIND), mask=mask)
+        tl.store(k_cache_ptr + page_at + HALF, _as_stored(key_high, stored, KV_KIND), mask=mask)
+        tl.store(v_cache_ptr + page_at, _as_stored(value_low, stored, KV_KIND), mask=mask)
+        tl.store(v_cache_ptr + page_at + HALF, _as_stored(value_high, stored, KV_KIND), mask=mask)
 
 
 @triton.jit

@@ -79,35 +79,21 @@ class TritonOps:
 
     # ---- layers ----
 
-    def _rotate(
-        self, x: Tensor, positions: Tensor, cos_sin_cache: Tensor, norm_weight: Tensor | None, eps: float
-    ) -> Tensor:
+    def _rotate(self, x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
         num_tokens, num_heads, head_dim = x.shape
         half = cos_sin_cache.shape[1] // 2
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if 2 * half == head_dim else x.contiguous()
         if num_tokens:
             layer.rotary_kernel[(num_tokens,)](
-                x, out, positions, cos_sin_cache, norm_weight, eps, x.stride(0), out.stride(0),
+                x, out, positions, cos_sin_cache, x.stride(0), out.stride(0),
                 NUM_HEADS=num_heads, BLOCK_H=next_power_of_2(num_heads), HALF=half, BLOCK_HALF=next_power_of_2(half),
-                HEAD_DIM=head_dim, HAS_NORM=norm_weight is not None, num_warps=4,
+                HEAD_DIM=head_dim, num_warps=4,
             )  # fmt: skip
         return out
 
-    def rotary(
-        self,
-        query: Tensor,
-        key: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalise the heads if weights are given, then rotate query [T, Hq, D] and key [T, Hkv, D]."""
-        return (
-            self._rotate(query, positions, cos_sin_cache, q_norm, eps),
-            self._rotate(key, positions, cos_sin_cache, k_norm, eps),
-        )
+    def rotary(self, query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query [T, Hq, D] and key [T, Hkv, D]."""
+        return self._rotate(query, positions, cos_sin_cache), self._rotate(key, positions, cos_sin_cache)
 
     def rotary_and_store_kv(
         self,
@@ -122,9 +108,65 @@ class TritonOps:
         scales: KVScales | None = None,
     ) -> Tensor:
         """Rotate query and key, store key and value; return the rotated query."""
-        query, key = self.rotary(query, key, positions, cos_sin_cache)
-        self.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
-        return query
+        return self._place(
+            None, None, 0.0, query, key, value, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, scales
+        )
+
+    def norm_rotary_and_store_kv(
+        self,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """`rotary_and_store_kv` of query and key with each head normalised first, in the same launch."""
+        return self._place(
+            q_norm, k_norm, eps, query, key, value, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, scales
+        )
+
+    def _place(
+        self,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None,
+    ) -> Tensor:
+        num_tokens, num_kv_heads, head_dim = key.shape
+        if cos_sin_cache.shape[1] != head_dim:  # a part of each head passes unrotated: rare, in more launches
+            if q_norm is not None and k_norm is not None:
+                query, key = self.rms_norm(query, q_norm, eps), self.rms_norm(key, k_norm, eps)
+            query, key = self.rotary(query, key, positions, cos_sin_cache)
+            self.store_kv(key, value, k_cache, v_cache, slot_mapping, scales)
+            return query
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if num_tokens:
+            group = query.shape[1] // num_kv_heads
+            k_pages, kind = self._pages(k_cache)
+            v_pages, _ = self._pages(v_cache)
+            layer.norm_rotary_store_kv_kernel[(num_tokens, num_kv_heads)](
+                out, query, key, value, k_pages, v_pages, slot_mapping, positions, cos_sin_cache, q_norm, k_norm,
+                *_scale_tensors(scales), eps, query.stride(0), key.stride(0), value.stride(0),
+                GROUP=group, BLOCK_G=next_power_of_2(group), HALF=head_dim // 2,
+                BLOCK_HALF=next_power_of_2(head_dim // 2), PAGE=k_cache.shape[2], HAS_NORM=q_norm is not None,
+                HAS_SCALES=scales is not None, KV_KIND=kind, num_warps=1,
+            )  # fmt: skip
+        return out
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -186,11 +228,10 @@ class TritonOps:
         """Causal attention of query [T, Hq, D] over the pages: decode rows by split KV, the others by prefill."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_decode, num_requests = meta.num_decode_requests, len(meta.query_lens_list)
-        shared_tokens = meta.num_shared_blocks * k_cache.shape[2]
-        if num_decode and window is None and cascade_pays(num_decode, shared_tokens):
+        if num_decode and window is None and meta.shared_prefix is not None:
             self.cascade_decode(
                 query[:num_decode], k_cache, v_cache, meta.block_tables[:num_decode], meta.seq_lens[:num_decode],
-                shared_tokens, scale=scale, soft_cap=soft_cap, scales=scales, out=out[:num_decode],
+                meta.shared_prefix, scale=scale, soft_cap=soft_cap, scales=scales, out=out[:num_decode],
             )  # fmt: skip
         elif num_decode:
             self.paged_decode(
@@ -217,12 +258,12 @@ class TritonOps:
         window: int | None = None,
         soft_cap: float | None = None,
         scales: KVScales | None = None,
-        kv_start: int = 0,
+        kv_start: Tensor | None = None,
         splits: int | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """One query per request, [R, Hq, D]. `kv_start`: leave out the tokens before it (a shared prefix).
+        """One query per request, [R, Hq, D]. `kv_start` int32 [1]: leave out the tokens before it (a shared prefix).
 
         `lse`: float32 [R, Hq], filled with the base-2 log-sum-exp if given. Returns `out`, like query.
         """
@@ -245,8 +286,8 @@ class TritonOps:
             parts, parts_lse, query, k_pages, v_pages, block_tables, seq_lens, *_scale_tensors(scales),
             *_scaling(scale, soft_cap), window or 0, kv_start, query.stride(0), block_tables.stride(0),
             GROUP=group, BLOCK_M=config.block_m, HEAD_DIM=head_dim, BLOCK_D=next_power_of_2(head_dim), PAGE=page,
-            BLOCK_N=config.block_n, NUM_SPLITS=splits, HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
-            HAS_SCALES=scales is not None, KV_KIND=kind, WRITE_LSE=parts_lse is not None,
+            BLOCK_N=config.block_n, NUM_SPLITS=splits, HAS_START=kv_start is not None, HAS_WINDOW=window is not None,
+            HAS_CAP=soft_cap is not None, HAS_SCALES=scales is not None, KV_KIND=kind, WRITE_LSE=parts_lse is not None,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         if splits > 1:
@@ -303,14 +344,14 @@ class TritonOps:
         v_cache: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
-        shared_tokens: int,
+        shared_prefix: Tensor,
         *,
         scale: float,
         soft_cap: float | None = None,
         scales: KVScales | None = None,
         out: Tensor,
     ) -> Tensor:
-        """Decode R requests whose first `shared_tokens` tokens (whole blocks) stand in the same blocks.
+        """Decode R requests whose first tokens stand in the same blocks; shared_prefix as in AttentionMetadata.
 
         The shared part is read once for all of them, as a prefill without causality of R queries over one context;
         each one's own part by `paged_decode`; the two are merged.
@@ -318,17 +359,14 @@ class TritonOps:
         num_requests, num_heads, head_dim = query.shape
         parts = torch.empty((2, num_requests, num_heads, head_dim), dtype=query.dtype, device=query.device)
         lse = torch.empty((2, num_requests, num_heads), dtype=torch.float32, device=query.device)
-        one_request = torch.tensor([0, num_requests, shared_tokens], dtype=torch.int32)
-        if query.device.type == "cuda":
-            one_request = one_request.pin_memory().to(query.device, non_blocking=True)
         self.paged_prefill(
-            query, k_cache, v_cache, block_tables[:1], one_request[2:], one_request[:2],
+            query, k_cache, v_cache, block_tables[:1], shared_prefix[2:], shared_prefix[:2],
             num_query_tokens=num_requests, scale=scale, causal=False, soft_cap=soft_cap, scales=scales,
             out=parts[0], lse=lse[0],
         )  # fmt: skip
         self.paged_decode(
             query, k_cache, v_cache, block_tables, seq_lens, scale=scale, soft_cap=soft_cap, scales=scales,
-            kv_start=shared_tokens, out=parts[1], lse=lse[1],
+            kv_start=shared_prefix[2:], out=parts[1], lse=lse[1],
         )  # fmt: skip
         return self.merge_attention_states(parts.permute(1, 2, 0, 3), lse.permute(1, 2, 0), out=out)
 
@@ -348,16 +386,6 @@ class TritonOps:
                 BLOCK_D=next_power_of_2(head_dim), WRITE_LSE=lse is not None, num_warps=4,
             )  # fmt: skip
         return out
-
-
-def cascade_pays(num_requests: int, shared_tokens: int) -> bool:
-    """Whether reading a shared prefix once is worth two more launches per layer.
-
-    Saved: the K/V reads of all requests but one over the prefix. The launches cost about 10 us, in which a GPU of
-    3 TB/s reads 30 MB: some 8,000 tokens of a layer with 8 KV heads of 128 in bfloat16 (4 KB a token).
-    Predicted, never measured.
-    """
-    return (num_requests - 1) * shared_tokens >= 8192
 
 
 def _scale_tensors(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:

@@ -5,15 +5,16 @@ the rest are not installed. Everything that can be wrong with a model is found b
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvctl.core.block_pool import BlockPool
 from kvctl.core.engine_core import Clock, EngineCore
-from kvctl.core.kv_cache_groups import group_layers
+from kvctl.core.kv_cache_groups import KVCacheGroup, group_layers
 from kvctl.core.kv_cache_manager import KVCacheManager
 from kvctl.core.pipelined_engine_core import PipelinedEngineCore
 from kvctl.core.scheduler import Scheduler
@@ -29,7 +30,8 @@ from kvctl.engine.models.decoder import Decoder, WeightSource, build_decoder
 from kvctl.engine.models.decoder_config import DecoderConfig
 from kvctl.engine.models.registry import parse_decoder_config
 from kvctl.engine.models.weight_layout import all_tensors
-from kvctl.engine.ops import AttentionMetadata, KVScales, select_ops
+from kvctl.engine.ops import KVScales, select_ops
+from kvctl.engine.profile_steps import run_profile_steps
 from kvctl.engine.sampler import Sampler, select_sampling
 from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
 from kvctl.errors import OutOfMemory
@@ -41,6 +43,7 @@ from kvctl.sizing.kv_plan import (
     padding_note,
     plan_kv_cache,
 )
+from kvctl.sizing.memory import expected_graph_bytes
 from kvctl.units import format_bytes, format_count, format_seconds
 
 
@@ -82,7 +85,7 @@ def build_engine_core(
         * kv_dtype.itemsize,
         in_flight_tokens=config.scheduler.max_num_batched_tokens,
     )
-    plan, lines = _plan_cache(config, loaded, layout)
+    plan, lines = _plan_cache(config, loaded, layout, kv_dtype)
     config = replace(config, scheduler=replace(config.scheduler, max_model_len=plan.max_model_len))
     try:
         kv_cache = allocate_kv_cache(
@@ -115,7 +118,8 @@ def build_engine_core(
         max_model_len=config.scheduler.max_model_len,
         num_groups=len(groups),
         device=loaded.device,
-        decode_graphs=_capture_decode_graphs(config, loaded, kv_cache, len(groups), report),
+        decode_graphs=_capture_decode_graphs(config, loaded, kv_cache, groups, report),
+        cascade_groups=_cascade_groups(loaded, groups),
     )
     pool = BlockPool(plan.num_blocks, config.cache.enable_prefix_caching)
     manager = KVCacheManager(pool, config.cache, groups, max_step_tokens=config.scheduler.max_num_batched_tokens)
@@ -125,11 +129,16 @@ def build_engine_core(
 
 
 def _capture_decode_graphs(
-    config: EngineConfig, loaded: _LoadedModel, kv_cache: KVCache, num_groups: int, report: Callable[[str], None]
+    config: EngineConfig,
+    loaded: _LoadedModel,
+    kv_cache: KVCache,
+    groups: Sequence[KVCacheGroup],
+    report: Callable[[str], None],
 ) -> DecodeGraphs | None:
     """Graphs for decode steps on a GPU whose kernels can be captured; None: run every step eagerly."""
-    if loaded.device.type != "cuda" or config.device.enforce_eager or loaded.attention_backend != "triton":
+    if not _captures_graphs(config, loaded):
         return None
+    free_before = free_device_bytes(loaded.device)
     started_s = time.monotonic()
     sizes = graph_sizes(config.scheduler.max_num_seqs)
     with torch.inference_mode():
@@ -140,11 +149,28 @@ def _capture_decode_graphs(
             sizes=sizes,
             max_blocks=-(-config.scheduler.max_model_len // kv_cache.block_size) + 1,
             block_size=kv_cache.block_size,
-            num_groups=num_groups,
+            num_groups=len(groups),
             device=loaded.device,
+            cascade_groups=_cascade_groups(loaded, groups),
         )
-    report(f"Captured {len(sizes)} decode graphs, up to {sizes[-1]} requests, in {time.monotonic() - started_s:.1f} s")
+    taken = (free_before or 0) - (free_device_bytes(loaded.device) or 0)
+    report(
+        f"Captured {graphs.num_graphs} decode graphs, up to {sizes[-1]} requests, in "
+        f"{format_seconds(time.monotonic() - started_s)}; they take {format_bytes(max(0, taken))}"
+    )
     return graphs
+
+
+def _captures_graphs(config: EngineConfig, loaded: _LoadedModel) -> bool:
+    on_gpu = loaded.device.type == "cuda" and loaded.attention_backend == "triton"
+    return on_gpu and not config.device.enforce_eager
+
+
+def _cascade_groups(loaded: _LoadedModel, groups: Sequence[KVCacheGroup]) -> list[int]:
+    """The groups whose attention reads a long shared prefix once: those without a window, with kernels that can."""
+    if loaded.attention_backend != "triton":
+        return []
+    return [index for index, group in enumerate(groups) if group.window_tokens is None]
 
 
 def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedModel:
@@ -215,7 +241,9 @@ def _no_room_for_weights(weight_bytes: int, what_there_is: str) -> OutOfMemory:
     )
 
 
-def _plan_cache(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) -> tuple[KVPlan, list[str]]:
+def _plan_cache(
+    config: EngineConfig, loaded: _LoadedModel, layout: KVLayout, kv_dtype: torch.dtype
+) -> tuple[KVPlan, list[str]]:
     """Decide the number of blocks; returns the plan and the lines that explain it."""
     limits = config.scheduler
     on_cpu = loaded.device.type == "cpu"
@@ -223,8 +251,17 @@ def _plan_cache(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) ->
     if on_cpu:
         budget = cpu_budget(config.device, loaded.weight_bytes)
     else:
+        graph_bytes = 0
+        if _captures_graphs(config, loaded):
+            graph_bytes = expected_graph_bytes(loaded.config.num_layers, limits.max_num_seqs)
         budget = cuda_budget(
-            config.device, loaded.weight_bytes, loaded.device, lambda: _run_largest_step(config, loaded, layout)
+            config.device,
+            loaded.weight_bytes,
+            loaded.device,
+            partial(
+                run_profile_steps, loaded.decoder, loaded.device, layout, limits, kv_dtype, config.device.cpu_kernels
+            ),
+            graph_bytes=graph_bytes,
         )
     lines = list(budget.lines)
     available = budget.kv_cache_bytes
@@ -260,38 +297,6 @@ def _plan_cache(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) ->
         lines.append(padding)
     lines.append(plan.describe("KV cache" if on_cpu else "GPU KV cache"))
     return plan, lines
-
-
-@torch.inference_mode()
-def _run_largest_step(config: EngineConfig, loaded: _LoadedModel, layout: KVLayout) -> None:
-    """Run a step of max_num_batched_tokens tokens and max_num_seqs logits; its cache is the null block alone."""
-    limits = config.scheduler
-    num_tokens = limits.max_num_batched_tokens
-    cache = allocate_kv_cache(
-        layout.groups,
-        num_blocks=1,
-        block_size=layout.block_size,
-        num_kv_heads=loaded.config.num_kv_heads,
-        head_dim=loaded.config.head_dim,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-    lengths = [limits.max_model_len] * (num_tokens // limits.max_model_len)
-    if num_tokens % limits.max_model_len:
-        lengths.append(num_tokens % limits.max_model_len)
-    width = -(-max(lengths) // layout.block_size)
-    meta = AttentionMetadata.from_lists(
-        [[0] * width] * len(lengths), lengths, lengths, layout.block_size, loaded.device
-    )
-    positions = torch.cat([torch.arange(length, device=loaded.device) for length in lengths])
-    added, residual = loaded.decoder.forward(
-        torch.zeros(num_tokens, dtype=torch.int64, device=loaded.device),
-        positions,
-        cache.layers,
-        [meta] * len(layout.groups),
-    )
-    rows = min(limits.max_num_seqs, num_tokens)
-    loaded.decoder.logits(added[:rows], residual[:rows]).float().argmax(dim=-1)
 
 
 def _info(config: EngineConfig, loaded: _LoadedModel, plan: KVPlan, kv_cache: KVCache, lines: list[str]) -> EngineInfo:

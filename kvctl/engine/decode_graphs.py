@@ -1,9 +1,9 @@
 """Decode steps as captured graphs: one launch replays all kernels of a step over tensors that never move.
 
 A graph is captured per batch size of a ladder, largest first, all from one memory pool; a step runs the smallest that
-holds it, padded with rows that store nothing (slot -1) and read one token of the null block. Knows no scheduler and
-no sampling. Invariants: the static tensors live as long as the graphs; whatever a captured kernel needs to know of
-lengths it reads from them, on the device. Floor 2.
+holds it, padded with rows that store nothing (slot -1) and read one token of the null block. Steps over a long shared
+prefix have a ladder of their own. Knows no scheduler and no sampling. Invariants: the static tensors live as long as
+the graphs; whatever a captured kernel needs to know of lengths it reads from them, on the device. Floor 2.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +24,19 @@ _WARM_UP_RUNS = 2  # before capture: Triton compiles, cuBLAS picks its workspace
 class GraphBackend(Protocol):
     """Captures work once, replays it often."""
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Capture what `run` does; return how to replay it and the tensor that then holds its result."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture what `run` does to tensors that stay in place; return how to replay it."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one memory pool."""
+    """CUDA graphs that share one memory pool: what one needs beside the static tensors, the next one reuses."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Warm up on a side stream, then capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -45,8 +45,8 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
-        return graph.replay, output
+            run()
+        return graph.replay
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -57,6 +57,11 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32)]
     largest = min(max_num_seqs, ladder[-1])
     return [*(size for size in ladder if size < largest), largest]
+
+
+def cascade_sizes(sizes: Sequence[int]) -> list[int]:
+    """The coarser ladder of steps over a shared prefix: the powers of two from 2 on, and the largest size."""
+    return [size for size in sizes if size > 1 and (size & (size - 1) == 0 or size == sizes[-1])]
 
 
 class _Lengths(Sequence[int]):
@@ -82,6 +87,7 @@ class DecodeGraphs:
         sizes: batch sizes to capture.
         max_blocks: width of the block tables, for the longest sequence.
         num_groups: KV cache groups.
+        cascade_groups: those that can read a shared prefix once; with some, the steps are captured that way too.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class DecodeGraphs:
         block_size: int,
         num_groups: int,
         device: torch.device,
+        cascade_groups: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._kv_layers = kv_layers
@@ -111,9 +118,25 @@ class DecodeGraphs:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._slots = [torch.full((rows,), -1, dtype=torch.int64, device=device) for _ in range(num_groups)]
         self._tables = [static(rows, max_blocks, dtype=torch.int32) for _ in range(num_groups)]
-        self._graphs = {size: backend.capture(partial(self._run, size)) for size in reversed(self._sizes)}
+        self._shared = {group: static(3, dtype=torch.int32) for group in cascade_groups}
+        scores = self._compute(1, False)
+        # One tensor for the scores of all graphs: what a graph itself returns would be kept for each of them.
+        self._logits = torch.empty((rows, scores.shape[1]), dtype=scores.dtype, device=device)
+        self._graphs = {size: backend.capture(partial(self._run, size, False)) for size in reversed(self._sizes)}
+        self._cascade_sizes = cascade_sizes(self._sizes) if cascade_groups else []
+        self._cascades = {
+            size: backend.capture(partial(self._run, size, True)) for size in reversed(self._cascade_sizes)
+        }
 
-    def _run(self, size: int) -> Tensor:
+    @property
+    def num_graphs(self) -> int:
+        """How many were captured."""
+        return len(self._graphs) + len(self._cascades)
+
+    def _run(self, size: int, is_cascade: bool) -> None:
+        self._logits[:size].copy_(self._compute(size, is_cascade))
+
+    def _compute(self, size: int, is_cascade: bool) -> Tensor:
         metadata = [
             AttentionMetadata(
                 block_tables=tables[:size],
@@ -125,8 +148,9 @@ class DecodeGraphs:
                 max_seq_len=self._max_seq_len,
                 query_lens_list=[1] * size,
                 seq_lens_list=_Lengths(self._seq_lens[:size]),
+                shared_prefix=self._shared.get(group) if is_cascade else None,
             )
-            for tables, slots in zip(self._tables, self._slots, strict=True)
+            for group, (tables, slots) in enumerate(zip(self._tables, self._slots, strict=True))
         ]
         added, residual = self._model.forward(self._token_ids[:size], self._positions[:size], self._kv_layers, metadata)
         return self._model.logits(added, residual)
@@ -143,7 +167,13 @@ class DecodeGraphs:
     def logits(self, inputs: StepInputs) -> Tensor:
         """Replay the step; returns [num_requests, vocab_size], valid until the next call."""
         count = len(inputs.rows)
-        size = next(size for size in self._sizes if size >= count)
+        found = ((shared, inputs.metadata[group].shared_prefix) for group, shared in self._shared.items())
+        prefixes = [(shared, prefix) for shared, prefix in found if prefix is not None]
+        is_cascade = bool(prefixes) and len(prefixes) == len(self._shared)
+        size = next(size for size in (self._cascade_sizes if is_cascade else self._sizes) if size >= count)
+        if is_cascade:
+            for shared, prefix in prefixes:
+                shared.copy_(prefix, non_blocking=True)
         self._token_ids[:count].copy_(inputs.token_ids, non_blocking=True)
         self._positions[:count].copy_(inputs.positions, non_blocking=True)
         self._seq_lens[:count].copy_(inputs.metadata[0].seq_lens, non_blocking=True)
@@ -154,6 +184,5 @@ class DecodeGraphs:
             tables[count:size, :1].zero_()
             slots[:count].copy_(meta.slot_mapping, non_blocking=True)
             slots[count:size].fill_(-1)
-        replay, output = self._graphs[size]
-        replay()
-        return output[:count]
+        (self._cascades if is_cascade else self._graphs)[size]()
+        return self._logits[:count]

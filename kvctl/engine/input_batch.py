@@ -6,7 +6,7 @@ cost in Python does not grow with the tokens of a prompt. In the tensors, reques
 (as attention wants them); `plan_indices` leads back to the plan's order. Floor 2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvctl.core.step import BlockTables, NewRequestData, SchedulerOutput, TokenLogprobs
 from kvctl.engine.ops import AttentionMetadata
 from kvctl.engine.sampler import SamplingRow
+from kvctl_kernels.configs import cascade_pays
 
 IntArray = NDArray[np.int64]
 
@@ -28,6 +29,8 @@ def num_shared_blocks(tables: NDArray[np.int32], shortest_tokens: int, block_siz
     A null block (a window has passed) ends it.
     """
     full = shortest_tokens // block_size
+    if not full or (tables[:, 0] != tables[0, 0]).any():  # mostly so, and cheaply told
+        return 0
     same = (tables[:, :full] == tables[0, :full]).all(axis=0) & (tables[0, :full] != 0)
     return full if same.all() else int(same.argmin())
 
@@ -87,6 +90,8 @@ class StepInputs:
 class InputBatch:
     """The rows of all running requests. `new_sampling_row` makes the sampler's part of an admitted one.
 
+    `cascade_groups`: KV cache groups whose attention can read a prefix once for all requests that share it.
+
     Invariant: a row's known tokens are `_num_tokens[row]`, of which `_num_computed[row]` are in the cache.
     """
 
@@ -99,10 +104,10 @@ class InputBatch:
         num_groups: int,
         device: torch.device,
         new_sampling_row: Callable[[NewRequestData], SamplingRow],
-        finds_shared_prefix: bool = False,
+        cascade_groups: Sequence[int] = (),
     ) -> None:
         self._device = device
-        self._finds_shared_prefix = finds_shared_prefix
+        self._cascade_groups = frozenset(cascade_groups)
         self._new_sampling_row = new_sampling_row
         self._block_size = block_size
         self._states: dict[str, RequestState] = {}
@@ -225,13 +230,10 @@ class InputBatch:
         max_query_len = max(counts_list)
         block_of_token, offsets = np.divmod(positions, self._block_size)
         found: list[AttentionMetadata] = []
-        for table in self._tables:
+        for group, table in enumerate(self._tables):
             blocks = table[token_rows, block_of_token].astype(np.int64)
             slots = np.where(blocks == 0, -1, blocks * self._block_size + offsets)
             own_tables = table[rows, :width]
-            shared = 0
-            if self._finds_shared_prefix and num_decode > 1:
-                shared = num_shared_blocks(own_tables[:num_decode], int(seq_lens[:num_decode].min()), self._block_size)
             found.append(
                 AttentionMetadata(
                     block_tables=self._upload(own_tables),
@@ -243,10 +245,19 @@ class InputBatch:
                     max_seq_len=max_seq_len,
                     query_lens_list=counts_list,
                     seq_lens_list=seq_lens_list,
-                    num_shared_blocks=shared,
+                    shared_prefix=self._shared_prefix(own_tables[:num_decode], seq_lens[:num_decode])
+                    if group in self._cascade_groups and num_decode > 1
+                    else None,
                 )
             )
         return tuple(found)
+
+    def _shared_prefix(self, tables: NDArray[np.int32], seq_lens: IntArray) -> Tensor | None:
+        """What the decode requests have in common, if reading it once pays."""
+        shared_tokens = self._block_size * num_shared_blocks(tables, int(seq_lens.min()), self._block_size)
+        if not cascade_pays(len(tables), shared_tokens):
+            return None
+        return self._upload(np.array([0, len(tables), shared_tokens], dtype=np.int32))
 
     def _prompt_pieces(
         self, states: list[RequestState], computed: IntArray, counts: IntArray, ends: IntArray

@@ -42,9 +42,16 @@ def cpu_budget(config: DeviceConfig, weight_bytes: int) -> MemoryBudget:
 
 
 def cuda_budget(
-    config: DeviceConfig, weight_bytes: int, device: torch.device, run_largest_step: Callable[[], None]
+    config: DeviceConfig,
+    weight_bytes: int,
+    device: torch.device,
+    run_largest_step: Callable[[], None],
+    *,
+    graph_bytes: int = 0,
 ) -> MemoryBudget:
     """Measure by running the largest step once on a device that holds the weights already.
+
+    `graph_bytes`: what graphs, captured once the cache is there, are expected to take.
 
     Raises:
         OutOfMemory: nothing of the share that was asked for is left for the cache.
@@ -60,13 +67,14 @@ def cuda_budget(
     held_by_torch = torch.cuda.memory_reserved(device)
     others_bytes = total - free - held_by_torch  # driver, libraries and other processes
     asked = int(total * config.gpu_memory_utilization)
-    left = asked - held_by_torch - activation_bytes - others_bytes
+    left = asked - held_by_torch - activation_bytes - others_bytes - graph_bytes
     head = (
         f"Memory of {torch.cuda.get_device_name(device)}: {format_bytes(total)} x {config.gpu_memory_utilization:g} = "
         f"{format_bytes(asked)}, less weights {format_bytes(weight_bytes)}, peak activation "
-        f"{format_bytes(activation_bytes)}, outside torch {format_bytes(others_bytes)}"
+        f"{format_bytes(activation_bytes)}, decode graphs {format_bytes(graph_bytes)} (expected), outside torch "
+        f"{format_bytes(others_bytes)}"
     )
-    ceiling = free - activation_bytes
+    ceiling = free - activation_bytes - graph_bytes
     if config.kv_cache_memory_bytes is not None:
         left = config.kv_cache_memory_bytes
         return MemoryBudget(left, ceiling, (f"{head}; KV cache {format_bytes(left)} (--kv-cache-memory-bytes)",))

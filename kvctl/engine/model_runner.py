@@ -4,6 +4,8 @@ Knows no scheduler and no text. Logits are computed only for tokens whose succes
 logprobs were asked for. On a GPU the only wait for the device is for the sampled tokens. Floor 2.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ class TorchModelRunner:
         num_groups: int,
         device: torch.device,
         decode_graphs: DecodeGraphs | None = None,
+        cascade_groups: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._decode_graphs = decode_graphs
@@ -44,6 +47,7 @@ class TorchModelRunner:
             num_groups=num_groups,
             device=device,
             new_sampling_row=self._new_sampling_row,
+            cascade_groups=cascade_groups,
         )
         self._sampled: list[RequestState] = []  # of the step before: mostly the same ones again
         self._sampling_batch = SamplingBatch([])

@@ -71,6 +71,23 @@ class Ops(Protocol):
     ) -> Tensor:
         """`rotary` and `store_kv` in one pass; returns the rotated query."""
 
+    def norm_rotary_and_store_kv(
+        self,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """`rms_norm` of each head of query and key (weights [D]), then `rotary_and_store_kv`."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension; x [..., H] (also per head: [T, heads, D]), weight [H]."""
 

@@ -124,13 +124,13 @@ def activation_bytes(
     """
     view = shape.view
     hidden = shape.hidden_size
-    inner = int(view.get("intermediate_size") or view.get("moe_intermediate_size") or 4 * hidden)
+    inner = view.count("intermediate_size") or view.count("moe_intermediate_size") or 4 * hidden
     query = shape.num_attention_heads * next((x.key_dim for x in shape.layers if x.num_kv_heads > 1), 0)
     widest = 3 * max(inner, query) // tensor_parallel
     elements = num_tokens * (widest + _HIDDEN_COPIES * hidden)
-    if view.get("num_experts"):
-        chosen = int(view.get("num_experts_per_tok") or 1)
-        expert = int(view.get("moe_intermediate_size") or inner)
+    if view.count("num_experts"):
+        chosen = view.count("num_experts_per_tok") or 1
+        expert = view.count("moe_intermediate_size") or inner
         routed = (moe_tokens or num_tokens) * chosen * (3 * expert // tensor_parallel + hidden)
         elements = max(elements, routed + num_tokens * _HIDDEN_COPIES * hidden)
     layer = elements * element_bytes
@@ -146,13 +146,17 @@ def _vision_bytes(shape: ModelShape) -> int:
     return 300 * MIB if isinstance(shape.view.outer.get("vision_config"), dict) else 0
 
 
+def expected_graph_bytes(num_layers: int, max_num_seqs: int) -> int:
+    """What the CUDA graphs of a model take, as a single number; `kvctl serve` sets it aside on a GPU."""
+    return 120 * MIB + (9 * MIB if max_num_seqs > 256 else 6 * MIB) * num_layers
+
+
 def graph_bytes(shape: ModelShape, *, tensor_parallel: int, max_num_seqs: int) -> Range:
     """CUDA graphs, captured after the KV cache is sized (before vLLM 0.21) or estimated into the budget (since).
 
     0.17 to 1.44 GiB printed over ten logs, growing with layers and the capture batch; negative prints are noise.
     """
-    per_layer = 9 * MIB if max_num_seqs > 256 else 6 * MIB
-    value = 120 * MIB + per_layer * shape.num_layers
+    value = expected_graph_bytes(shape.num_layers, max_num_seqs)
     return Range(value // 3, value, int(value * 2.8))
 
 

@@ -105,16 +105,22 @@ def test_the_cuda_budget_is_the_share_less_weights_peak_and_others(fake_cuda):
     assert budget.ceiling_bytes == 58 * GIB
     assert "peak activation 3.00 GiB" in budget.lines[0] and "outside torch 2.00 GiB" in budget.lines[0]
     assert budget.lines[1] == "Available KV cache memory: 50.0 GiB"
+    with_graphs = cuda_budget(
+        DeviceConfig(gpu_memory_utilization=0.9), 16 * GIB, device, fake_cuda, graph_bytes=2 * GIB
+    )
+    assert with_graphs.kv_cache_bytes == budget.kv_cache_bytes - 2 * GIB, "graphs are captured after the cache is there"
     explicit = cuda_budget(DeviceConfig(kv_cache_memory_bytes=5 * GIB), 16 * GIB, device, fake_cuda)
     assert explicit.kv_cache_bytes == 5 * GIB
     with pytest.raises(OutOfMemory, match="no memory is left"):
         cuda_budget(DeviceConfig(gpu_memory_utilization=0.2), 16 * GIB, device, fake_cuda)
 
 
-def test_the_largest_step_of_the_profile_runs_on_the_null_block_alone(folder):
-    """The CUDA budget's trial step, on the CPU: more tokens than one sequence, and every kind of layer."""
+def test_the_steps_of_the_profile_run_on_the_null_block_alone(folder, monkeypatch):
+    """The CUDA budget's trial steps, on the CPU: small batches, then more tokens than one sequence, every layer."""
     from kvctl.engine import build
     from kvctl.engine.config import EngineConfig, ModelConfig
+    from kvctl.engine.models.decoder import Decoder
+    from kvctl.engine.profile_steps import run_profile_steps
     from kvctl.sizing.kv_plan import KVLayout
 
     config = EngineConfig(
@@ -124,7 +130,11 @@ def test_the_largest_step_of_the_profile_runs_on_the_null_block_alone(folder):
     )
     loaded = build._load_model(config, lambda line: None)
     layout = KVLayout(build.group_layers(loaded.config.windows), 16, 1, 250)
-    build._run_largest_step(config, loaded, layout)
+    seen = []
+    real = Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda self, ids, *rest: (seen.append(len(ids)), real(self, ids, *rest))[1])
+    run_profile_steps(loaded.decoder, loaded.device, layout, config.scheduler, torch.float32, "torch")
+    assert seen == [1, 2, 4, 8, 250]
 
 
 def test_the_builder_needs_neither_server_nor_wire_packages(folder):

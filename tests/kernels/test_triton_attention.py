@@ -157,7 +157,9 @@ def test_merging_parts_equals_attending_to_all_at_once() -> None:
     part_lse = torch.empty(2, 4, 2)
     for index, (seq_lens, start) in enumerate([(torch.full_like(lens, shared), 0), (lens, shared)]):
         out, lse = torch.empty(2, 4, 64), torch.empty(2, 4)
-        HOPPER.paged_decode(*args, seq_lens, scale=0.125, kv_start=start, out=out, lse=lse)
+        HOPPER.paged_decode(
+            *args, seq_lens, scale=0.125, kv_start=torch.tensor([start], dtype=torch.int32), out=out, lse=lse
+        )
         parts[:, :, index], part_lse[:, :, index] = out, lse
     merged = HOPPER.merge_attention_states(parts, part_lse, out=torch.empty(2, 4, 64))
     assert relative_error(merged, attention64(batch, scale=0.125, window=None, soft_cap=None)) < 2e-6
@@ -195,6 +197,10 @@ def test_merging_is_associative() -> None:
 # ---- cascade: many requests over one cached prefix ----
 
 
+def prefix_of(num_requests: int, shared_tokens: int) -> torch.Tensor:
+    return torch.tensor([0, num_requests, shared_tokens], dtype=torch.int32)
+
+
 def with_shared_prefix(batch: PagedBatch, num_blocks: int) -> PagedBatch:
     """Let all requests start with the first one's blocks."""
     shared = num_blocks * 16
@@ -202,7 +208,7 @@ def with_shared_prefix(batch: PagedBatch, num_blocks: int) -> PagedBatch:
     tables[:, :num_blocks] = tables[0, :num_blocks]
     for keys, values in zip(batch.keys[1:], batch.values[1:], strict=True):
         keys[:shared], values[:shared] = batch.keys[0][:shared], batch.values[0][:shared]
-    batch.meta = dataclasses.replace(batch.meta, num_shared_blocks=num_blocks)
+    batch.meta = dataclasses.replace(batch.meta, shared_prefix=prefix_of(len(tables), shared))
     return batch
 
 
@@ -212,16 +218,16 @@ def test_cascade_equals_attention_over_everything(lengths: list[int], soft_cap: 
     batch = paged_batch([1] * 3, lengths, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float32)
     batch = with_shared_prefix(batch, 4)
     out = HOPPER.cascade_decode(
-        batch.query, batch.k_cache, batch.v_cache, batch.meta.block_tables, batch.meta.seq_lens, 64,
-        scale=0.125, soft_cap=soft_cap, out=torch.empty_like(batch.query),
+        batch.query, batch.k_cache, batch.v_cache, batch.meta.block_tables, batch.meta.seq_lens,
+        batch.meta.shared_prefix, scale=0.125, soft_cap=soft_cap, out=torch.empty_like(batch.query),
     )  # fmt: skip
     assert relative_error(out, attention64(batch, scale=0.125, window=None, soft_cap=soft_cap)) < 2e-6
 
 
-def test_the_cascade_is_taken_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_with_a_shared_prefix_is_computed_as_a_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = paged_batch([1, 1, 5], [70, 90, 20], num_heads=4, num_kv_heads=2, head_dim=64, block_size=16,
                         dtype=torch.float32)  # fmt: skip
-    calls: list[int] = []
+    calls: list[torch.Tensor] = []
     real = TritonOps.cascade_decode
 
     def spy(self, *args, **kwargs):
@@ -229,12 +235,12 @@ def test_the_cascade_is_taken_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> 
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(TritonOps, "cascade_decode", spy)
-    monkeypatch.setattr("kvctl_kernels.triton_ops.cascade_pays", lambda requests, tokens: tokens >= 64)
     batch.meta.block_tables[1, :4] = batch.meta.block_tables[0, :4]
     batch.keys[1][:64], batch.values[1][:64] = batch.keys[0][:64], batch.values[0][:64]
-    batch.meta = dataclasses.replace(batch.meta, num_shared_blocks=4)
     check(HOPPER, batch)
-    assert calls == [64]
-    batch.meta = dataclasses.replace(batch.meta, num_shared_blocks=2)
+    assert not calls
+    batch.meta = dataclasses.replace(batch.meta, shared_prefix=prefix_of(2, 64))
     check(HOPPER, batch)
-    assert calls == [64]
+    assert [prefix.tolist() for prefix in calls] == [[0, 2, 64]]
+    check(HOPPER, batch, window=500)
+    assert len(calls) == 1, "a window may have passed the prefix"

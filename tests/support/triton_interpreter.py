@@ -2,8 +2,10 @@
 
 Unrepaired (Triton 3.6 to 3.9) a bfloat16 dot multiplies bit patterns, bfloat16 arithmetic likewise, casts to
 bfloat16 truncate, and casts to float8 carry wrongly: all silently. `repair()` sends casts through torch's dtypes and
-bfloat16 through float32. `tests/kernels/test_interpreter.py` pins what is repaired. TRITON_INTERPRET must be set
-before the kernels are imported.
+bfloat16 through float32. `tests/kernels/test_triton_interpreter.py` pins what is repaired.
+
+`tests/conftest.py` turns the interpreter on before anything imports triton. Ahead-of-time compilation needs it off
+and therefore runs in processes of its own.
 """
 
 from typing import Any

@@ -4,6 +4,8 @@ Knows no model: sizes and switches come in as arguments. It writes this step's k
 it attends, so that one rule (causal over the cache) serves prompts, chunks and single tokens. Floor 2.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from kvctl.engine.kv_cache import LayerKV
@@ -18,12 +20,11 @@ class Attention:
     __slots__ = (
         "_cos_sin_cache",
         "_head_dim",
-        "_k_norm",
         "_num_heads",
         "_num_kv_heads",
         "_ops",
         "_output",
-        "_q_norm",
+        "_place",
         "_qkv",
         "_scale",
         "_soft_cap",
@@ -56,8 +57,10 @@ class Attention:
         self._scale = scale
         self._window = window
         self._soft_cap = soft_cap
-        self._q_norm = q_norm
-        self._k_norm = k_norm
+        if q_norm is None or k_norm is None:
+            self._place = ops.rotary_and_store_kv
+        else:
+            self._place = partial(ops.norm_rotary_and_store_kv, q_norm.weight, k_norm.weight, q_norm.eps)
 
     def __call__(self, x: Tensor, positions: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """x [num_tokens, hidden_size], positions int64 [num_tokens]; returns like x."""
@@ -65,9 +68,7 @@ class Attention:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         heads = self._qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, self._head_dim)
         query, key, value = heads.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if self._q_norm is not None and self._k_norm is not None:
-            query, key = self._q_norm(query), self._k_norm(key)
-        query = self._ops.rotary_and_store_kv(
+        query = self._place(
             query, key, value, positions, self._cos_sin_cache, kv.k_cache, kv.v_cache, meta.slot_mapping, kv.scales
         )
         attended = self._ops.paged_attention(

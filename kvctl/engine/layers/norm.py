@@ -18,6 +18,16 @@ class RMSNorm:
         self._eps = eps
         self._ops = ops
 
+    @property
+    def weight(self) -> Tensor:
+        """[hidden_size]."""
+        return self._weight
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean of the squares."""
+        return self._eps
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise x [..., hidden_size]."""
         return self._ops.rms_norm(x, self._weight, self._eps)

@@ -1,7 +1,7 @@
 """How long a kernel should take: bytes and FLOPs of the operation over the ceilings of the machine.
 
 Knows no kernel code: what an operation must move and compute at least, whoever computes it. A prediction is the larger
-of the two times plus one launch; measured time over prediction is what an implementation loses. Imports no torch.
+of the two times plus one launch; measured time over prediction is what an implementation loses. Floor 1.
 """
 
 from dataclasses import dataclass
