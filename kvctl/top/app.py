@@ -20,15 +20,15 @@ from textual.widget import Widget
 from kvctl.top.frame import Overlay, ViewState, frame, rows_of, selected_index
 from kvctl.top.gpu import GpuReader
 from kvctl.top.look import Look
-from kvctl.top.monitor import WINDOWS_S, FleetView, Monitor
+from kvctl.top.monitor import FleetView, Monitor
 from kvctl.top.panels import PANELS
 from kvctl.top.scrape import Scrape
-from kvctl.top.sources import MIN_INTERVAL_S, Source
+from kvctl.top.sources import Source
+from kvctl.top.timing import INTERVALS_S, MIN_INTERVAL_S, WINDOWS_S
 
 _GATHER_S = 0.05  # scrapes that come together are drawn together
 _GATHER_MANY_S = 0.25
 _AGE_TICK_S = 1.0
-INTERVALS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class FrameWidget(Widget):

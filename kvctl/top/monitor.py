@@ -15,10 +15,10 @@ from kvctl.top.merge import merge_readings
 from kvctl.top.reading import EngineKey, EngineReading, read_engines
 from kvctl.top.scrape import Scrape
 from kvctl.top.snapshot import Snapshot, take_snapshot
+from kvctl.top.timing import WINDOWS_S
 from kvctl.top.verdict import Limit, Verdict
 from kvctl.top.window import current_regime, readings_within
 
-WINDOWS_S = (5.0, 15.0, 60.0)
 DIAGNOSIS_WINDOW_S = 10.0  # short, so that a verdict follows its onset; long enough to tell a queue from an arrival
 MAX_READINGS = 700  # 60 s at ten scrapes a second, and some
 MAX_POINTS = 900
@@ -41,6 +41,7 @@ class EngineView:
     error: str | None
     num_rejected_lines: int = 0
     truncated: str | None = None
+    is_foreign: bool = False  # it answers, with something that is no inference server's page
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -87,11 +88,12 @@ class EndpointTrack:
         self._error: str | None = None
         self._rejected = 0
         self._truncated: str | None = None
+        self._is_foreign = False
 
     def add(self, scrape: Scrape) -> None:
         """Take one scrape, good or bad."""
         if scrape.text is None:
-            self._error = scrape.error
+            self._error, self._is_foreign = scrape.error, False
             return
         page = parse_page(scrape.text, max_series=_MAX_SERIES, prefixes=_PREFIXES)
         self._rejected, self._truncated = page.num_rejected, page.truncated
@@ -102,6 +104,7 @@ class EndpointTrack:
         present = {reading.key for reading in readings}
         for gone in [key for key in self._engines if key not in present]:
             del self._engines[gone]
+        self._is_foreign = not readings
         if len(readings) > 1:
             self._summed.add(merge_readings(readings))
         elif not readings:
@@ -139,6 +142,7 @@ class EndpointTrack:
             self._error,
             self._rejected,
             self._truncated,
+            self._is_foreign,
         )
 
 

@@ -1,15 +1,22 @@
-"""Two scrapes of each endpoint, an interval apart: what `kvctl top --once` does before it prints. Floor 3."""
+"""Two scrapes of each endpoint, an interval apart: what `kvctl top --once` measures before it prints. Floor 3.
 
+The time between the two is not idle: everything that reading and printing needs is imported then, so that the
+command starts to measure at once and answers right after the window.
+"""
+
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvctl.top.endpoint import Endpoint
-from kvctl.top.monitor import FleetView, Monitor
 from kvctl.top.scrape import Scrape, ScrapeOptions, Scraper, SteadyClock
-from kvctl.top.verdict import Limit
 
-EXIT_CODES = {"healthy": 0, "unreachable": 1, "unknown": 3, "limit": 10}
+if TYPE_CHECKING:
+    from kvctl.top.monitor import FleetView
+
+EXIT_HEALTHY, EXIT_UNREACHABLE, EXIT_UNKNOWN, EXIT_LIMIT = 0, 1, 3, 10
 
 
 def watch_once(
@@ -19,11 +26,14 @@ def watch_once(
     *,
     summed: bool = False,
     record: Callable[[Scrape], None] | None = None,
-) -> FleetView:
-    """Scrape every endpoint twice, all at the same time, and return what was seen."""
+    meanwhile: Callable[[], None] | None = None,
+) -> "FleetView":
+    """Scrape every endpoint twice, all at the same time, and return what was seen.
+
+    `meanwhile` is called once, between the first scrapes and the second.
+    """
     clock = SteadyClock()
-    monitor = Monitor({endpoint.url: endpoint.label for endpoint in endpoints}, interval_s)
-    lock = threading.Lock()
+    inbox: queue.SimpleQueue[Scrape] = queue.SimpleQueue()
 
     def ask(endpoint: Endpoint) -> None:
         scraper = Scraper(endpoint, options, clock)
@@ -33,10 +43,7 @@ def watch_once(
                 if number:
                     time.sleep(max(0.0, interval_s - (time.monotonic() - began)))
                 scrape = scraper.scrape()
-                with lock:
-                    monitor.add(scrape)
-                    if record is not None:
-                        record(scrape)
+                inbox.put(scrape)
                 if scrape.text is None:
                     return
         finally:
@@ -45,18 +52,33 @@ def watch_once(
     threads = [threading.Thread(target=ask, args=(endpoint,), daemon=True) for endpoint in endpoints]
     for thread in threads:
         thread.start()
+    from kvctl.top.monitor import Monitor
+
+    monitor = Monitor({endpoint.url: endpoint.label for endpoint in endpoints}, interval_s)
+
+    def take() -> None:
+        while not inbox.empty():
+            scrape = inbox.get()
+            monitor.add(scrape)
+            if record is not None:
+                record(scrape)
+
+    if meanwhile is not None:
+        meanwhile()
+    take()
     for thread in threads:
         thread.join()
+    take()
     return monitor.view(clock(), interval_s, summed=summed)
 
 
-def exit_code(fleet: FleetView) -> int:
+def exit_code(fleet: "FleetView") -> int:
     """0 healthy or idle; 10 a limit binds anywhere; 1 an endpoint did not answer; 3 cannot tell."""
-    if any(view.verdict.limit.binds and not view.is_stale for view in fleet.engines):
-        return EXIT_CODES["limit"]
-    if any(view.snapshot is None or view.error is not None for view in fleet.engines):
-        silent = any(view.age_s is None or view.snapshot is not None for view in fleet.engines if view.error)
-        return EXIT_CODES["unreachable"] if silent else EXIT_CODES["unknown"]
-    if any(view.verdict.limit is Limit.UNKNOWN for view in fleet.engines):
-        return EXIT_CODES["unknown"]
-    return EXIT_CODES["healthy"]
+    views = fleet.engines
+    if any(view.verdict.limit.binds and not view.is_stale for view in views):
+        return EXIT_LIMIT
+    if any(view.is_stale and not view.is_foreign for view in views):
+        return EXIT_UNREACHABLE
+    if not views or any(view.snapshot is None or view.verdict.limit.value == "unknown" for view in views):
+        return EXIT_UNKNOWN
+    return EXIT_HEALTHY

@@ -5,16 +5,18 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kvctl.errors import ConfigError
 from kvctl.top.app import TopApp
 from kvctl.top.frame import ViewState
 from kvctl.top.gpu import GpuReader
 from kvctl.top.look import Look
-from kvctl.top.record import Recorder
-from kvctl.top.run_once import LOCAL_HOSTS
-from kvctl.top.settings import TopSettings
-from kvctl.top.sources import DemoSource, LiveSource, ReplaySource, Source
+from kvctl.top.settings import LOCAL_HOSTS, TopSettings
+from kvctl.top.sources import LiveSource, Source
+
+if TYPE_CHECKING:
+    from kvctl.top.record import Recorder
 
 
 def run_app(settings: TopSettings, look: Look) -> int:
@@ -26,7 +28,7 @@ def run_app(settings: TopSettings, look: Look) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("the dashboard needs a terminal", hint="Use kvctl top --once, or --once --json, in scripts.")
     source = make_source(settings)
-    recorder = Recorder(settings.record) if settings.record is not None else None
+    recorder = _open_recorder(settings)
     is_local = any(endpoint.host in LOCAL_HOSTS for endpoint in settings.endpoints)
     gpu_reader = GpuReader() if is_local and isinstance(source, LiveSource) else None
     state = ViewState(settings.window_s, settings.interval_s, source.title, summed=settings.summed)
@@ -43,11 +45,23 @@ def run_app(settings: TopSettings, look: Look) -> int:
     return app.return_code or 0
 
 
+def _open_recorder(settings: TopSettings) -> "Recorder | None":
+    if settings.record is None:
+        return None
+    from kvctl.top.record import Recorder
+
+    return Recorder(settings.record)
+
+
 def make_source(settings: TopSettings) -> Source:
     """Return where the scrapes come from."""
     if settings.demo:
+        from kvctl.top.demo_source import DemoSource
+
         return DemoSource(settings.interval_s)
     if settings.replay is not None:
+        from kvctl.top.replay_source import ReplaySource
+
         return ReplaySource(settings.replay, settings.speed)
     return LiveSource(settings.endpoints, settings.options, settings.interval_s)
 

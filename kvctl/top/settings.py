@@ -6,12 +6,12 @@ from pathlib import Path
 
 from kvctl.errors import ConfigError
 from kvctl.top.endpoint import DEFAULT_URL, Endpoint, parse_endpoint
-from kvctl.top.monitor import WINDOWS_S
 from kvctl.top.scrape import ScrapeOptions
-from kvctl.top.sources import MAX_INTERVAL_S, MIN_INTERVAL_S
+from kvctl.top.timing import MAX_INTERVAL_S, MIN_INTERVAL_S, WINDOWS_S
 from kvctl.units import parse_seconds
 
 _MAX_SPEED = 1000.0
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # servers whose GPUs this machine's NVML can read
 
 
 @dataclass(frozen=True, slots=True)

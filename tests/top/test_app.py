@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.top.app import INTERVALS_S, TopApp
+from kvctl.top.app import TopApp
 from kvctl.top.demo import DemoEngine, DemoLoad, DemoServer
 from kvctl.top.frame import Overlay, ViewState
 from kvctl.top.look import Look
 from kvctl.top.scrape import Scrape
+from kvctl.top.timing import INTERVALS_S
 from tests.top.series import START_S
 
 DATA = Path(__file__).parents[1] / "data" / "top"

@@ -11,8 +11,8 @@ import pytest
 from kvctl.errors import ConfigError
 from kvctl.top.demo import DemoEngine, DemoLoad, DemoServer
 from kvctl.top.record import Recorder, read_record
+from kvctl.top.replay_source import ReplaySource
 from kvctl.top.scrape import Scrape
-from kvctl.top.sources import ReplaySource
 
 DATA = Path(__file__).parents[1] / "data" / "top"
 
