@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from kvctl.bench.search import output_throughput
+from kvctl.bench.server_report import LIMIT_MEANINGS
 from kvctl.bench.svg_plot import Axis, LimitLine, Series, line_plot
 from kvctl.bench.terminal import describe_load, says_nothing_new
 
@@ -244,10 +245,18 @@ def _server(server: Mapping[str, Any] | None) -> str:
         ]
         parts.append(_table(["", ""], rows))
         limits = [
-            [entry["limit"], _percent(entry["share"]), f"{entry['first_s']:.1f} s", f"{entry['last_s']:.1f} s"]
+            [
+                entry["limit"],
+                _percent(entry["share"]),
+                f"{entry['first_s']:.1f} s",
+                f"{entry['last_s']:.1f} s",
+                LIMIT_MEANINGS[entry["limit"]],
+            ]
             for entry in server["limits"]
         ]
-        parts.append(f"<h2>What limited it, when</h2>{_table(['limit', 'of the time', 'first', 'last'], limits)}")
+        parts.append(
+            f"<h2>What limited it, when</h2>{_table(['limit', 'of the time', 'first', 'last', 'meaning'], limits)}"
+        )
     return "".join(parts)
 
 
@@ -331,7 +340,15 @@ def _search_plots(result: Mapping[str, Any]) -> str:
             for statistic, color in (("p50", 1), ("p99", 2))
         ]
         lines = [*found, *([LimitLine(slo[key], f"SLO {slo[key]:g} ms")] if key in slo else [])]
-        plots.append(line_plot(label, series, x_axis, Axis("ms", is_log=_spans(series)), limits=lines))
+        plots.append(
+            line_plot(
+                label,
+                series,
+                x_axis,
+                Axis("ms", is_log=_spans(series), low=None if _spans(series) else 0.0),
+                limits=lines,
+            )
+        )
     if goodput:
         shares = [(p["value"], _mean_goodput(p["results"])) for p in points]
         lines = [*found, LimitLine(result["slo_share"] * 100, f"wanted {result['slo_share']:.0%}")]

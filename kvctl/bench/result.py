@@ -1,6 +1,20 @@
 """Turns measurements into the result object: the JSON that is written, printed, compared and drawn. Pure.
 
-`schema_version` 1. Everything is told with its n; what is not known is null, never 0. Floor 3.
+Everything is told with its n; what is not known is null, never 0. Fields may be added within `schema_version` 1; none
+is renamed or removed. Floor 3.
+
+    config       what was asked for and found: url, model, endpoint, load, workload, request, slo, notes
+    definitions  what each number means, in words
+    summary      completed, failed, duration_s, drain_s, request/output/total_throughput, input_tokens, output_tokens,
+                 ttft_ms, ttft_due_ms, ttfo_ms, tpot_ms, gap_ms, max_gap_ms, e2e_ms, client_queue_ms (each: mean, std,
+                 min, max, p50, p90, p95, p99, n, ci95), tokens_per_event, goodput, steady, classes, max_in_flight
+    client       timing, lag_ms, coalesced_share, late, never_sent, events, cpu_*, max_rss_mb, calibration, verdict,
+                 reason
+    server       kind, running/waiting/kv_usage, prefix_hit_rate, preemptions, limits, timeline, roofline; or null
+    errors       by kind: count, what the first said
+    samples      sorted latencies (at most 2000 each) and the CDF of gaps, for compare and plots
+    timeline     output tokens/s and requests in flight over the run
+    records      with --records: one object per request, with its event times
 """
 
 from array import array

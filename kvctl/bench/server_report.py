@@ -1,8 +1,6 @@
 """Joins what the server said of itself with the run: which limit bound when, cache hits, work per step. Pure.
 
-A stretch between two readings gets one word: `kv_blocks` (cache full while requests wait, or preemptions),
-`max_num_seqs` (running flat at its most while requests wait and the cache has room), `token_budget` (steps full of
-tokens), `waiting` (requests wait, reason not visible) or `load` (nothing waits: more load would be served). Floor 3.
+A stretch between two readings gets one word, see `LIMIT_MEANINGS`. Floor 3.
 """
 
 from collections.abc import Sequence
@@ -15,6 +13,13 @@ from kvctl.metrics.server_names import Counter, Gauge, Server
 _KV_FULL = 0.95
 _STEP_FULL = 0.9
 _HIT_WORTH_SAYING = 0.01
+LIMIT_MEANINGS = {
+    "kv_blocks": "the KV cache was full while requests waited, or requests were preempted",
+    "max_num_seqs": "running stayed at its most while requests waited and the cache had room",
+    "token_budget": "steps were full of tokens",
+    "waiting": "requests waited; the metrics do not show for what",
+    "load": "nothing waited: more load would have been taken",
+}
 
 
 def build_server_report(
@@ -98,7 +103,7 @@ def summarise_limits(stretches: Sequence[tuple[float, float, str]]) -> list[dict
             {
                 "limit": name,
                 "share": round(length / total, 4) if total > 0 else None,
-                "first_s": round(mine[0][0], 3),
+                "first_s": round(max(0.0, mine[0][0]), 3),
                 "last_s": round(mine[-1][1], 3),
             }
         )
