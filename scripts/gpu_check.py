@@ -25,7 +25,8 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 # Before anything imports triton: it reads the switch at import.
-os.environ.update({"TRITON_INTERPRET": "1"} if "--dry-run" in sys.argv else {}, TRITON_DEFAULT_FP_FUSION="1")
+os.environ["TRITON_INTERPRET"] = "1" if "--dry-run" in sys.argv else "0"
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
 
 import torch
 
