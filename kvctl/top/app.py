@@ -29,6 +29,7 @@ from kvctl.top.timing import INTERVALS_S, MIN_INTERVAL_S, WINDOWS_S
 _GATHER_S = 0.05  # scrapes that come together are drawn together
 _GATHER_MANY_S = 0.25
 _AGE_TICK_S = 1.0
+EXIT_INTERRUPTED = 130
 
 
 class FrameWidget(Widget):
@@ -184,12 +185,19 @@ class TopApp(App[None]):
         event.prevent_default()
         if self.state.is_typing:
             self._type(event)
-        elif event.key in ("q", "ctrl+c", "ctrl+q"):
+        elif event.key in ("q", "ctrl+q"):
             self.exit()
+            return
+        elif event.key == "ctrl+c":
+            self.interrupt()
             return
         else:
             self._act(event)
         self.redraw()
+
+    def interrupt(self) -> None:
+        """Leave as after Ctrl-C."""
+        self.exit(return_code=EXIT_INTERRUPTED)
 
     async def action_quit(self) -> None:
         """Textual's own quit key."""

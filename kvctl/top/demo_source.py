@@ -1,4 +1,4 @@
-"""The demo's servers as a source of scrapes: three engines of numbers, each driven through calm and trouble. Floor 3."""
+"""The demo's servers as a source of scrapes: three engines of numbers, driven through calm and trouble. Floor 3."""
 
 import threading
 from collections.abc import Mapping, Sequence

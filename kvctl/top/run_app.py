@@ -68,12 +68,12 @@ def make_source(settings: TopSettings) -> Source:
 
 @contextlib.contextmanager
 def _leaving_on_signals(app: TopApp) -> Iterator[None]:
-    """End the application in order on SIGTERM and SIGHUP, so that the terminal is given back."""
+    """End the application in order on a signal, so that the terminal is given back."""
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        app.call_later(app.exit)
+    def leave(number: int, _frame: FrameType | None) -> None:
+        app.call_later(app.interrupt if number == signal.SIGINT else app.exit)
 
-    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
