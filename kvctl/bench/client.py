@@ -122,7 +122,7 @@ class LoadClient:
             connection.send(exchange, request)
             await exchange.finished
         except asyncio.CancelledError:
-            connection.abort("cancelled", "the run was over")
+            connection.abort("cancelled", "no end before the drain was over")
             self.pump.add(exchange)
             raise
         finally:

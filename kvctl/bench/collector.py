@@ -13,6 +13,7 @@ from kvctl.metrics.log_histogram import LogHistogram
 from kvctl.workload.request_plan import Turn
 
 BINS_PER_S = 10
+CANCELLED = "cancelled"  # by the end of the drain, or by the user
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Measurements:
     error_texts: dict[str, str] = field(default_factory=dict)  # the first of each kind
     token_times_s: dict[int, list[float]] = field(default_factory=dict)  # by request number, with --records
     num_never_sent: int = 0
+    num_unfinished: int = 0  # under way when the user stopped the run: neither completed nor failed
     num_connections: int = 0
     max_in_flight: int = 0
     start_s: float = 0.0
@@ -57,6 +59,7 @@ class Measurements:
         self.error_texts = other.error_texts | self.error_texts
         self.token_times_s |= other.token_times_s
         self.num_never_sent += other.num_never_sent
+        self.num_unfinished += other.num_unfinished
         self.num_connections += other.num_connections
         self.max_in_flight += other.max_in_flight
         self.start_s = min(self.start_s, other.start_s)
@@ -97,6 +100,9 @@ class Collector:
         """Take an exchange that has ended and is decoded."""
         measured, decoder = self.measured, exchange.decoder
         kind, text = _outcome(exchange)
+        if kind == CANCELLED and measured.interrupted:
+            measured.num_unfinished += 1
+            return
         if kind:
             measured.errors[kind] += 1
             measured.error_texts.setdefault(kind, text)

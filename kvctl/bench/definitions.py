@@ -24,6 +24,7 @@ DEFINITIONS: dict[str, str] = {
     "steady window": "closed loop: from the end of the ramp to the first idle slot; open loop: from one median E2E "
     "after the start to the end of the schedule; none when shorter than two median E2E",
     "drain_s": "from the end of the issuing to the last answer",
+    "unfinished": "under way when the user stopped the run: neither completed nor failed",
     "late": "sent more than 5 ms after due (not counting waits under --max-in-flight)",
     "never_sent": "due, but the run ended before a place was free",
     "goodput": "requests that kept every limit of the SLO, over all that were due; failed and never-sent ones miss",

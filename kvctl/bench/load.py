@@ -224,7 +224,9 @@ class LoadRun:
         """Wait for all; from the end of the issuing on for at most the drain timeout."""
         try:
             while tasks:
-                left_s = 3600.0
+                left_s = max(0.0, self._stop_s - perf_counter())
+                if not left_s:
+                    self._note_issue_end()  # every stream may hang: none has come to see that the time is over
                 if self.collector.measured.issue_end_s:
                     left_s = self.collector.measured.issue_end_s + self._load.drain_timeout_s - perf_counter()
                     if left_s <= 0:
@@ -232,6 +234,9 @@ class LoadRun:
                 done, tasks = await asyncio.wait(tasks, timeout=min(left_s, 0.5), return_when=asyncio.ALL_COMPLETED)
                 for task in done:
                     task.result()
+        except asyncio.CancelledError:
+            self.collector.measured.interrupted = True
+            raise
         finally:
             for task in tasks:
                 task.cancel()

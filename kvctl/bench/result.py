@@ -5,9 +5,10 @@ is renamed or removed. Floor 3.
 
     config       what was asked for and found: url, model, endpoint, load, workload, request, slo, notes
     definitions  what each number means, in words
-    summary      completed, failed, duration_s, drain_s, request/output/total_throughput, input_tokens, output_tokens,
-                 ttft_ms, ttft_due_ms, ttfo_ms, tpot_ms, gap_ms, max_gap_ms, e2e_ms, client_queue_ms (each: mean, std,
-                 min, max, p50, p90, p95, p99, n, ci95), tokens_per_event, goodput, steady, classes, max_in_flight
+    summary      completed, failed, unfinished, duration_s, drain_s, request/output/total_throughput, input_tokens,
+                 output_tokens, ttft_ms, ttft_due_ms, ttfo_ms, tpot_ms, gap_ms, max_gap_ms, e2e_ms, client_queue_ms
+                 (each: mean, std, min, max, p50, p90, p95, p99, n, ci95), tokens_per_event, goodput, steady, classes,
+                 max_in_flight
     client       timing, lag_ms, coalesced_share, late, never_sent, events, cpu_*, max_rss_mb, calibration, verdict,
                  reason
     server       kind, running/waiting/kv_usage, prefix_hit_rate, preemptions, limits, timeline, roofline; or null
@@ -73,6 +74,7 @@ def build_summary(
     summary: dict[str, Any] = {
         "completed": tally.num_completed,
         "failed": tally.num_rows - tally.num_completed,
+        "unfinished": measured.num_unfinished,
         "duration_s": round(duration_s, 6),
         "drain_s": round(max(0.0, measured.end_s - measured.issue_end_s), 6) if measured.issue_end_s else None,
         "request_throughput": _per_s(tally.num_completed, duration_s),

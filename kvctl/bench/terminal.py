@@ -142,7 +142,12 @@ def render_result(result: Mapping[str, Any]) -> RenderableType:
     parts += _client_lines(client)
     parts += [Text(f"note    {printable(note)}", style="yellow") for note in result["config"]["notes"]]
     if result["interrupted"]:
-        parts.append(Text("interrupted: this is what was measured until then", style="yellow"))
+        parts.append(
+            Text(
+                f"interrupted: this is what was measured until then ({result['summary']['unfinished']} unfinished)",
+                style="yellow",
+            )
+        )
     if result["stopped_by_errors"]:
         parts.append(Text("stopped: too many errors (--max-error-rate)", style="red"))
     return Group(*parts)

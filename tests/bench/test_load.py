@@ -350,3 +350,11 @@ def test_the_first_requests_due_are_the_ones_that_are_sent(mock_server):
     due = sorted(row.due_s for row in rows_of(measured))
     assert [round(at - due[0], 6) for at in due] == [0.0, 0.001, 0.002, 0.003, 0.004]
     assert measured.num_never_sent == 0
+
+
+def test_what_has_not_ended_when_the_drain_is_over_has_failed(mock_server):
+    one = job(mock_server(fault="hang"), num_requests=None, duration_s=0.1, drain_timeout_s=0.1, max_error_rate=None)
+    measured = run_load(one)
+    assert dict(measured.errors) == {"cancelled": 2}
+    assert measured.num_unfinished == 0
+    assert "drain" in measured.error_texts["cancelled"]

@@ -178,6 +178,8 @@ def test_ctrl_c_keeps_what_was_measured_and_marks_it(tmp_path):
     assert process.returncode == 130, err
     result = json.loads(path.read_text())
     assert result["interrupted"]
+    assert result["errors"] == {}
+    assert 1 <= result["summary"]["unfinished"] <= 2
     assert result["summary"]["completed"] >= 10
     assert "interrupted" in out
     assert "Traceback" not in err
