@@ -229,7 +229,10 @@ class _Server:
     async def _drain(self, context: "ServingContext") -> None:
         """Wait for the requests in flight, up to the timeout or the engine's death."""
         timeout_s, in_flight = self._config.shutdown_timeout_s, context.admission.in_flight
-        logger.info("Shutting down: %d requests in flight get up to %s", in_flight, format_seconds(timeout_s))
+        if in_flight and timeout_s:
+            logger.info("Shutting down: %d requests in flight get up to %s", in_flight, format_seconds(timeout_s))
+        else:
+            logger.info("Shutting down")
         deadline_s = time.monotonic() + timeout_s
         while context.admission.in_flight and time.monotonic() < deadline_s and self._death is None:
             await asyncio.sleep(DRAIN_POLL_S)
