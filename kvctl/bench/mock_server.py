@@ -7,6 +7,7 @@ next. Knows nothing of the client. Floor 3.
 """
 
 import asyncio
+import gc
 import json
 import random
 import signal
@@ -403,6 +404,8 @@ def run_mock(script: MockScript, host: str, port: int, on_ready: Callable[[int],
         await stop.wait()
         server.close()
 
+    gc.freeze()
+    gc.set_threshold(50_000)  # a collection in mid-stream would make an event late
     loop = new_event_loop()
     try:
         loop.run_until_complete(serve())

@@ -80,7 +80,7 @@ def prepare(config: BenchConfig, progress: Progress) -> Prepared:
     progress.say(f"asking {config.url}")
     with PreflightClient(config.url, config.headers, verify_tls=config.verify_tls) as client:
         preflight = client.run(config.request, prompt_tokens=config.workload.usual_prompt_tokens)
-    workload, notes = _fit(config.workload, preflight.max_model_len)
+    workload, notes = fit_to_model(config.workload, preflight.max_model_len)
     for note in (*preflight.notes, *notes):
         progress.say(note)
     calibration = None
@@ -95,30 +95,33 @@ def _calibration_streams(load: LoadConfig) -> int:
     return min(streams, _MAX_CALIBRATION_STREAMS)
 
 
-def _fit(workload: WorkloadChoice, max_model_len: int | None) -> tuple[WorkloadChoice, tuple[str, ...]]:
-    """Cut a profile's lengths to what the model can hold."""
+def fit_to_model(workload: WorkloadChoice, max_model_len: int | None) -> tuple[WorkloadChoice, tuple[str, ...]]:
+    """Cut a profile's lengths to what the model can hold, answers first to no less than half of the room.
+
+    What the turns of a session add to one another is not known beforehand and not counted.
+
+    Raises:
+        ConfigError: not even the shortest request fits.
+    """
     profile = workload.profile
     if profile is None or max_model_len is None:
         return workload, ()
     classes, notes = [], []
     for kind in profile.classes:
-        room = max_model_len - kind.prefix_tokens - 1
-        if kind.turns.high > 1:
-            room = max_model_len  # what a history adds is not known beforehand
-        if kind.input_tokens.low + 1 > room or kind.input_tokens.low + kind.output_tokens.low > room + 1:
+        room = max_model_len - kind.prefix_tokens
+        shortest = kind.input_tokens.low + kind.output_tokens.low
+        if shortest > room:
             raise ConfigError(
                 f"class {kind.name!r} asks for at least {kind.prefix_tokens + kind.input_tokens.low} + "
                 f"{kind.output_tokens.low} tokens, the model takes {max_model_len}",
                 hint="Give a smaller --input-tokens or --output-tokens.",
             )
-        output = min(kind.output_tokens.high, max(1, room + 1 - kind.input_tokens.low))
-        if kind.output_tokens.high > output or kind.input_tokens.high > room + 1 - min(kind.output_tokens.low, output):
-            high = max(kind.input_tokens.low, room + 1 - min(output, max(room // 2, kind.output_tokens.low)))
-            output = min(output, max(kind.output_tokens.low, room + 1 - high))
+        if kind.input_tokens.high + kind.output_tokens.high > room:
             notes.append(f"class {kind.name!r}: lengths are cut to the model's {max_model_len} tokens")
+            output = min(kind.output_tokens.high, max(kind.output_tokens.low, room // 2), room - kind.input_tokens.low)
             kind = replace(
                 kind,
-                input_tokens=replace(kind.input_tokens, high=min(high, kind.input_tokens.high)),
+                input_tokens=replace(kind.input_tokens, high=min(kind.input_tokens.high, room - output)),
                 output_tokens=replace(kind.output_tokens, high=output),
             )
         classes.append(kind)

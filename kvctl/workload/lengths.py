@@ -49,7 +49,7 @@ class LengthSpec:
                 spec = cls("uniform", max((low + high) / 2, 1), low=low, high=high)
             elif "+-" in text:
                 mean, std = (float(part) for part in text.split("+-"))
-                spec = cls("normal", mean, std)
+                spec = cls("normal", mean, std, max(1, round(mean - 4 * std)), max(1, round(mean + 4 * std)))
             else:
                 spec = cls.fixed(int(text))
         except ValueError:

@@ -90,8 +90,7 @@ class PromptMaker:
         self._key_seed = seed if key_seed is None else key_seed  # makers with the same one share keyed texts
         self.rate = rate or TokenRate()
         self._rng = random.Random(f"prompts-{seed}")
-        shuffler = random.Random(f"words-{seed}")
-        self._rounds = [" ".join(shuffler.sample(WORDS, len(WORDS))) for _ in range(_NUM_ROUNDS)]
+        self._rounds = _rounds()
 
     def prompt(self, num_tokens: int) -> str:
         """A unique text that is a whole prompt of so many tokens, with the overhead; exact where words cost alike."""
@@ -134,6 +133,12 @@ def _with_stops(text: str, num_stops: int) -> str:
     for i in range(1, min(num_stops, len(words)) + 1):
         words[-i] += "."
     return " ".join(words)
+
+
+@lru_cache(maxsize=1)
+def _rounds() -> list[str]:
+    shuffler = random.Random("rounds")
+    return [" ".join(shuffler.sample(WORDS, len(WORDS))) for _ in range(_NUM_ROUNDS)]
 
 
 @lru_cache(maxsize=len(WORDS))
