@@ -4,7 +4,7 @@ Knows names of fields, no architecture. A vision-language or audio model nests t
 `text_config` (or a name like it); they win over the outer ones. Floor 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,11 +102,13 @@ class ConfigView:
     @property
     def architecture(self) -> str:
         """The class that the checkpoint names, else its model type."""
-        for source in (self.outer, self.fields):
-            names = source.get("architectures")
-            if isinstance(names, Sequence) and names and isinstance(names[0], str):
-                return names[0]
-        return self.outer_model_type or self.model_type or "unnamed"
+        return next(iter(self.class_names), "") or self.outer_model_type or self.model_type or "unnamed"
+
+    @property
+    def class_names(self) -> list[str]:
+        """The classes that the checkpoint names, the whole model's first."""
+        listed = [source.get("architectures") for source in (self.outer, self.fields)]
+        return [name for names in listed if isinstance(names, list) for name in names if isinstance(name, str) and name]
 
     def get(self, name: str) -> Any:
         """The first value that is not null under any spelling of `name`; None if there is none."""

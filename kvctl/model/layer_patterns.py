@@ -132,7 +132,9 @@ def _exaone4(view: ConfigView) -> list[str]:
     count = view.num_layers
     if view.get("sliding_window") is None or not pattern:
         return ["full"] * count
-    letters = pattern if isinstance(pattern, str) else "L" * (int(pattern) - 1) + "G"
+    if not isinstance(pattern, str) and not (isinstance(pattern, int) and 0 < pattern <= count):
+        raise ModelBroken(f"config.json says sliding_window_pattern = {str(pattern)[:40]}", hint="Give LLLG or 4.")
+    letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
     kinds = ["full" if letters[i % len(letters)] == "G" else "sliding" for i in range(count)]
     kinds[-1] = "full"
     return kinds
@@ -298,11 +300,11 @@ def resolve_family(view: ConfigView) -> str:
     for name in (view.model_type, view.outer_model_type):
         if name.lower() in _PATTERNS:
             return name.lower()
-    for source in (view.fields, view.outer):
-        for name in source.get("architectures") or ():
-            if name in BY_ARCHITECTURE:
-                return BY_ARCHITECTURE[name]
-    if not view.model_type and not view.fields.get("architectures") and not view.outer.get("architectures"):
+    classes = view.class_names
+    for name in classes:
+        if name in BY_ARCHITECTURE:
+            return BY_ARCHITECTURE[name]
+    if not view.model_type and not classes:
         telling = [field for field in TELLING if view.fields.get(field)]
         if not telling:
             return ""
