@@ -7,7 +7,6 @@ Wilson's for shares, binomial order statistics for percentiles, bootstrap for th
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -174,11 +173,6 @@ def sketch(values: Sequence[float], max_points: int = 2000) -> list[float]:
     if len(ordered) <= max_points:
         return ordered
     return [percentile(ordered, 100 * (i + 0.5) / max_points) for i in range(max_points)]
-
-
-def share_at_most(sorted_values: Sequence[float], limit: float) -> float:
-    """The share of values in rising order that do not exceed a limit; at least one value."""
-    return bisect_right(sorted_values, limit) / len(sorted_values)
 
 
 @dataclass(frozen=True)

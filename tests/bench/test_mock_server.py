@@ -151,3 +151,26 @@ def test_chunks_are_framed_as_http_says():
 def test_an_impossible_script_is_refused(fields):
     with pytest.raises(ConfigError):
         MockScript(**fields)
+
+
+async def test_without_the_kernels_clock_asyncio_reads(monkeypatch):
+    """As on systems that are no Linux."""
+    import asyncio
+
+    from kvctl.bench import mock_server as module
+
+    class NoKernel(module.ArrivalClock):
+        def __init__(self):
+            super().__init__()
+            self.uses_kernel = False
+
+    monkeypatch.setattr(module, "ArrivalClock", NoKernel)
+    server = module.MockServer(MockScript(ttft_s=0.01, gap_s=0.001, tokens=2), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = b'{"prompt": "a", "stream": true}'
+    writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10)
+    assert answer.count(b" tok") == 2
+    writer.close()
+    await writer.wait_closed()
+    server.close()

@@ -18,7 +18,6 @@ from kvctl.metrics.summary import (
     percentile,
     percentile_interval,
     samples_needed,
-    share_at_most,
     sketch,
     wilson_interval,
 )
@@ -116,7 +115,6 @@ def test_sketch_keeps_the_distribution():
     for percent in (5, 50, 95, 99):
         assert np.percentile(kept, percent) == pytest.approx(np.percentile(values, percent), rel=0.02)
     assert sketch([3.0, 1.0]) == [1.0, 3.0]
-    assert share_at_most([1.0, 2.0, 3.0, 4.0], 2.0) == 0.5
 
 
 def test_slo_reads_other_tools_names():
