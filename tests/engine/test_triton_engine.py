@@ -93,11 +93,11 @@ def test_captured_cascades_are_padded_and_give_the_same(
     def capture(config, loaded, kv_cache, groups, report):
         with torch.inference_mode():
             graphs = DecodeGraphs(
-                loaded.decoder, kv_cache.layers, Rerun(), sizes=[1, 2, 4], max_blocks=17, block_size=16,
+                loaded.decoder, kv_cache.layers, Rerun(), sizes=[1, 4], max_blocks=17, block_size=16,
                 num_groups=len(groups), device=loaded.device, cascade_groups=[0],
             )  # fmt: skip
-        assert used == [(4, False), (2, False), (1, False), (4, True), (2, True)], "largest first"
-        assert graphs.num_graphs == 5
+        assert used == [(4, False), (1, False), (4, True)], "largest first"
+        assert graphs.num_graphs == 3
         used.clear()
         on_triton.clear()
         return graphs
