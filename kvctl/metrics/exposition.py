@@ -20,6 +20,9 @@ MAX_PAGE_BYTES = 64 << 20
 MAX_SERIES = 500_000
 MAX_LINE_CHARS = 64 << 10
 _REJECTED_SHOWN = 20
+_MAX_REJECTED = 20_000
+_LINES_PER_SERIES = 5  # comments and blank lines; more is no metrics page
+_PIECE_CHARS = 1 << 20
 
 # Possessive throughout: a hostile line is refused in time linear in its length.
 _LABELS = r'\{((?:[^"{}]|"(?:[^"\\]|\\.)*+")*+)\}'
@@ -117,7 +120,13 @@ def parse_page(
     series = result.series
     seen: set[str] = set()
     label_sets: dict[str, dict[str, str]] = {"": {}}
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_lines(text), 1):
+        if number > max_series * _LINES_PER_SERIES:
+            result.truncated = f"the page has more than {max_series * _LINES_PER_SERIES:,} lines"
+            break
+        if result.num_rejected > _MAX_REJECTED:
+            result.truncated = f"the page has more than {_MAX_REJECTED:,} lines that are no samples"
+            break
         if not line or line.isspace():
             continue
         if line[0] == "#":
@@ -171,6 +180,16 @@ def printable(text: str, *, limit: int = 200) -> str:
     """Make a label value safe for a terminal: no control or direction characters, at most `limit` long."""
     clean = _UNPRINTABLE.sub("�", text[: limit + 1])
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Split at newlines only, a piece at a time: the lines of a huge page would weigh several times the page."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE_CHARS)
+        end = len(text) if end < 0 else end
+        yield from text[start:end].split("\n")
+        start = end + 1
 
 
 def _reject(page: Page, number: int, reason: str, line: str) -> None:

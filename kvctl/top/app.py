@@ -20,7 +20,7 @@ from textual.widget import Widget
 from kvctl.top.frame import Overlay, ViewState, frame, rows_of, selected_index
 from kvctl.top.gpu import GpuReader
 from kvctl.top.look import Look
-from kvctl.top.monitor import FleetView, Monitor
+from kvctl.top.monitor import Digest, FleetView, Monitor, digest_scrape
 from kvctl.top.panels import PANELS
 from kvctl.top.scrape import Scrape
 from kvctl.top.sources import Source
@@ -101,7 +101,7 @@ class TopApp(App[None]):
         self.fleet = FleetView(source.now_s(), state.window_s, ())
         self._gpu_reader = gpu_reader
         self._on_scrape = on_scrape
-        self._inbox: queue.SimpleQueue[Scrape] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Scrape, Digest]] = queue.SimpleQueue()
         self._frame = FrameWidget(self.redraw)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._call_context: contextvars.Context | None = None  # Textual's timers look up the application in it
@@ -125,8 +125,8 @@ class TopApp(App[None]):
     # ---- scrapes ----
 
     def _deliver(self, scrape: Scrape) -> None:
-        """Called from the source's threads."""
-        self._inbox.put(scrape)
+        """Called from the source's threads; the page is read there, so that a huge one holds up no key."""
+        self._inbox.put((scrape, digest_scrape(scrape)))
         loop = self._event_loop
         if loop is not None and not loop.is_closed():
             try:
@@ -146,10 +146,10 @@ class TopApp(App[None]):
         self._is_due = False
         while True:
             try:
-                scrape = self._inbox.get_nowait()
+                scrape, digest = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            self.monitor.add(scrape)
+            self.monitor.take(digest)
             if self._on_scrape is not None:
                 self._on_scrape(scrape)
         now_s = self.source.now_s()

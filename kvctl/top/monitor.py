@@ -8,7 +8,7 @@ An endpoint that stops answering keeps its last numbers, marked stale with their
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvctl.metrics.exposition import parse_page
+from kvctl.metrics.exposition import parse_page, printable
 from kvctl.top.case import Point
 from kvctl.top.diagnose import diagnose
 from kvctl.top.merge import merge_readings
@@ -22,9 +22,30 @@ from kvctl.top.window import current_regime, readings_within
 DIAGNOSIS_WINDOW_S = 10.0  # short, so that a verdict follows its onset; long enough to tell a queue from an arrival
 MAX_READINGS = 700  # 60 s at ten scrapes a second, and some
 MAX_POINTS = 900
-_MAX_SERIES = 200_000  # read in about a second: more than any server has, less than a screen can be held up by
+_MAX_SERIES = 100_000  # twice what the largest server has, read in under a second
 _SUMMED: EngineKey = ("", "all")
 _PREFIXES = ("vllm:", "kvctl:", "sglang", "tgi_", "llamacpp:", "trtllm", "process_")
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What there is to know of one scrape: the readings of its engines, or the error."""
+
+    url: str
+    at_s: float
+    readings: tuple[EngineReading, ...]
+    error: str | None
+    num_rejected_lines: int = 0
+    truncated: str | None = None
+
+
+def digest_scrape(scrape: Scrape) -> Digest:
+    """Read a scrape's page: the part that takes time, and needs nothing but the scrape."""
+    if scrape.text is None:
+        return Digest(scrape.url, scrape.at_s, (), scrape.error or "no answer")
+    page = parse_page(scrape.text, max_series=_MAX_SERIES, prefixes=_PREFIXES)
+    readings = tuple(read_engines(page, scrape.at_s))
+    return Digest(scrape.url, scrape.at_s, readings, None, page.num_rejected, page.truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +111,14 @@ class EndpointTrack:
         self._truncated: str | None = None
         self._is_foreign = False
 
-    def add(self, scrape: Scrape) -> None:
+    def take(self, digest: Digest) -> None:
         """Take one scrape, good or bad."""
-        if scrape.text is None:
-            self._error, self._is_foreign = scrape.error, False
+        if digest.error is not None:
+            self._error, self._is_foreign = digest.error, False
             return
-        page = parse_page(scrape.text, max_series=_MAX_SERIES, prefixes=_PREFIXES)
-        self._rejected, self._truncated = page.num_rejected, page.truncated
-        self._answered_s, self._error = scrape.at_s, None
-        readings = read_engines(page, scrape.at_s)
+        self._rejected, self._truncated = digest.num_rejected_lines, digest.truncated
+        self._answered_s, self._error = digest.at_s, None
+        readings = digest.readings
         for reading in readings:
             self._engines.setdefault(reading.key, _EngineTrack()).add(reading)
         present = {reading.key for reading in readings}
@@ -154,12 +174,16 @@ class Monitor:
         self._tracks = {url: EndpointTrack(url, label, interval_s) for url, label in labels.items()}
 
     def add(self, scrape: Scrape) -> None:
-        """Take one scrape of any endpoint; an endpoint not named before (a replay) is added."""
-        track = self._tracks.get(scrape.url)
+        """Take one scrape."""
+        self.take(digest_scrape(scrape))
+
+    def take(self, digest: Digest) -> None:
+        """Take what was read from one scrape; an endpoint not named before (a replay) is added."""
+        track = self._tracks.get(digest.url)
         if track is None:
-            label = scrape.url.split("://", 1)[-1].removesuffix("/metrics")
-            track = self._tracks[scrape.url] = EndpointTrack(scrape.url, label, self._interval_s)
-        track.add(scrape)
+            label = printable(digest.url.split("://", 1)[-1].removesuffix("/metrics"))
+            track = self._tracks[digest.url] = EndpointTrack(digest.url, label, self._interval_s)
+        track.take(digest)
 
     def view(self, now_s: float, window_s: float, *, summed: bool = False) -> FleetView:
         """Return everything at this moment."""

@@ -19,7 +19,7 @@ from kvctl.metrics.exposition import printable
 from kvctl.top.endpoint import Endpoint
 
 _CHUNK_BYTES = 256 << 10
-_MAX_BYTES = 32 << 20  # 50,000 series take about 7 MiB
+_MAX_BYTES = 16 << 20  # 50,000 series take about 7 MiB
 _MAX_REDIRECTS = 3
 _WRONG_PATH = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
@@ -188,10 +188,10 @@ class Scraper:
             left -= len(chunk)
             if time.monotonic() > deadline:
                 raise TimeoutError
-        if left > 0 and response.length:
-            raise ConnectionError("the page broke off")
         if left <= 0:
-            self.close()  # the rest of an endless page is not wanted
+            raise ValueError(f"the page is larger than {self._options.max_bytes >> 20} MiB")
+        if response.length:
+            raise ConnectionError("the page broke off")
         return b"".join(chunks)
 
 

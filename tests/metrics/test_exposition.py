@@ -148,6 +148,17 @@ def test_an_endless_page_is_cut_off_and_says_so():
     assert page.num_series == 50
     assert "50 series" in page.truncated
     assert "bytes" in parse_page("a 1\n" * 100, max_bytes=100).truncated
+    assert "lines" in parse_page("\n" * 1000, max_series=50).truncated
+    assert "no samples" in parse_page("nonsense\n" * 30_000).truncated
+
+
+def test_a_page_longer_than_a_piece_is_read_whole_and_in_order():
+    text = "".join(f'metric{{number="{i}",padding="{"x" * 90}"}} {i}\n' for i in range(20_000))
+    page = parse_page(text)
+    assert len(text) > 2 << 20
+    assert [sample.value for sample in page.series["metric"]] == list(range(20_000))
+    assert page.num_rejected == 0
+    assert parse_page("no sample\n" * 3).rejected[-1].number == 3
 
 
 def test_bytes_that_are_no_text_are_read_as_far_as_they_go():

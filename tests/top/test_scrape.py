@@ -116,10 +116,22 @@ def silent(request):
     request.is_closing.wait(5)
 
 
-def test_an_endless_page_is_cut_at_the_limit_and_what_came_is_kept():
+def test_an_endless_page_is_given_up_at_the_limit():
     with PageServer({"/metrics": endless}) as server:
         scrape = fetch(server, max_bytes=1 << 20, timeout_s=20)
-        assert len(scrape.text) == 1 << 20
+        assert scrape.error == "the page is larger than 1 MiB"
+
+
+def test_a_page_that_breaks_off_is_no_page():
+    def broken(request):
+        request.send_response(200)
+        request.send_header("Content-Length", "1000")
+        request.end_headers()
+        request.wfile.write(b"vllm:num_requests_running 1\n")
+        request.close_connection = True
+
+    with PageServer({"/metrics": broken}) as server:
+        assert fetch(server).error == "the page broke off"
 
 
 @pytest.mark.parametrize("answer", [dripping, silent], ids=["dripping", "silent"])
