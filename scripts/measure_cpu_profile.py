@@ -24,7 +24,6 @@ from kvctl.core.request import Request
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.engine.build import build_engine_core
 from kvctl.engine.config import DeviceConfig, EngineConfig, ModelConfig
-from kvctl.engine.device import available_host_bytes
 from kvctl.engine.layers.linear import select_linears
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +117,7 @@ def main() -> None:
         "as_of": f'"{today}"',
         "memory_gb": f"{total / 1e9:.1f}",
         "driver_mib": "null",
-        "torch_total_gib": f"{(available_host_bytes() or total) / 2**30:.2f}",
+        "torch_total_gib": f"{total / 2**30:.2f}",
         "bandwidth_gb_s": f"{max(bandwidth, fp32_bandwidth):.1f}",
         "dense_tflops": f"{{fp32: {fp32:.4f}, fp16: null, bf16: {bf16:.4f}, fp8: null, fp4: null, int8: null}}",
         "tdp_w": "null",
