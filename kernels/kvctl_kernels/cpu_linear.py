@@ -33,6 +33,11 @@ class NativeLinear:
         self._bias_address = None if self._bias is None else self._bias.data_ptr()
         self.packed_bytes = self._packed.numel() * 4
 
+    @property
+    def addresses(self) -> tuple[int, int | None]:
+        """Of the packed weight and of the float32 bias; valid while this object lives."""
+        return self._weight_address, self._bias_address
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N]; rows of x may be strided.
 

@@ -14,7 +14,7 @@ from kvctl_kernels.metadata import AttentionMetadata, KVScales
 from kvctl_kernels.reference import TorchOps
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-_LANES = 16  # of the widest vectors
+HEAD_DIM_MULTIPLE = 16  # what attention takes: the lanes of the widest vectors
 
 
 class _AttentionArguments(ctypes.Structure):
@@ -97,10 +97,10 @@ class NativeCpuOps:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         declare(library)
-        self._library = library
-        self._dtype = dtype
+        self.library = self._library = library
+        self.dtype = self._dtype = dtype
+        self.num_threads = self._threads = num_threads
         self._code = DTYPE_CODES[dtype]
-        self._threads = num_threads
         self._torch = TorchOps()
         self._attention = _AttentionArguments()
         self._meta: AttentionMetadata | None = None  # the one whose pointers stand in self._attention
@@ -297,7 +297,7 @@ class NativeCpuOps:
     ) -> Tensor:
         """See `Ops`."""
         num_tokens, num_heads, head_dim = query.shape
-        if head_dim % _LANES or k_cache.dtype is not self._dtype:
+        if head_dim % HEAD_DIM_MULTIPLE or k_cache.dtype is not self._dtype:
             return self._torch.paged_attention(
                 query, k_cache, v_cache, meta, scale=scale, window=window, soft_cap=soft_cap, scales=scales
             )

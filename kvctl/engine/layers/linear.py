@@ -198,6 +198,11 @@ class Linear:
         return self._packed.rows(indices)
 
     @property
+    def packed(self) -> PackedLinear:
+        """The weight as the backend holds it, for what computes several operations at once."""
+        return self._packed
+
+    @property
     def packed_bytes(self) -> int:
         """Memory the weight takes."""
         return self._packed.packed_bytes

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kvctl.engine.kv_cache import LayerKV
-from kvctl.engine.layers.attention import Attention
 from kvctl.engine.layers.embedding import Embedding
 from kvctl.engine.layers.linear import Linear, LinearBackend
-from kvctl.engine.layers.mlp import GatedMLP
 from kvctl.engine.layers.norm import RMSNorm
 from kvctl.engine.layers.rotary import build_cos_sin_cache
 from kvctl.engine.models.decoder_config import DecoderConfig, RopeConfig
+from kvctl.engine.models.layer_stack import LayerStack, LayerWeights, select_layer_stack
 from kvctl.engine.models.weight_layout import (
     PackedTensor,
     embedding_tensor,
@@ -38,45 +37,6 @@ class WeightSource(Protocol):
         """Return a tensor that need not be there, as stored."""
 
 
-class DecoderLayer:
-    """Norm, attention, norm, MLP; what they add is normed too where the model has sandwich norms."""
-
-    __slots__ = ("_attention", "_attention_out_norm", "_input_norm", "_mlp", "_mlp_norm", "_mlp_out_norm")
-
-    def __init__(
-        self,
-        input_norm: RMSNorm,
-        attention: Attention,
-        attention_out_norm: RMSNorm | None,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP,
-        mlp_out_norm: RMSNorm | None,
-    ) -> None:
-        self._input_norm = input_norm
-        self._attention = attention
-        self._attention_out_norm = attention_out_norm
-        self._mlp_norm = mlp_norm
-        self._mlp = mlp
-        self._mlp_out_norm = mlp_out_norm
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv: LayerKV, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """Return (what this layer's MLP adds, the residual stream before it); None: the first layer."""
-        if residual is None:
-            normed, residual = self._input_norm(x), x
-        else:
-            normed, residual = self._input_norm.add(x, residual)
-        added = self._attention(normed, positions, kv, meta)
-        if self._attention_out_norm is not None:
-            added = self._attention_out_norm(added)
-        normed, residual = self._mlp_norm.add(added, residual)
-        added = self._mlp(normed)
-        if self._mlp_out_norm is not None:
-            added = self._mlp_out_norm(added)
-        return added, residual
-
-
 class Decoder:
     """Token ids and caches in, hidden states out; `logits` turns chosen rows of those into scores."""
 
@@ -84,13 +44,13 @@ class Decoder:
         self,
         config: DecoderConfig,
         embedding: Embedding,
-        layers: Sequence[DecoderLayer],
+        layers: LayerStack,
         final_norm: RMSNorm,
         lm_head: Linear,
     ) -> None:
         self.config = config
         self._embedding = embedding
-        self._layers = tuple(layers)
+        self._layers = layers
         self._final_norm = final_norm
         self._lm_head = lm_head
 
@@ -106,12 +66,7 @@ class Decoder:
         Returns (added, residual), each [num_tokens, hidden_size]: their sum is the hidden state before the last
         norm. `logits` takes rows of both, so that the norm and the output matrix run only where they are needed.
         """
-        x = self._embedding(token_ids)
-        residual: Tensor | None = None
-        for layer, kv in zip(self._layers, kv_layers, strict=True):
-            x, residual = layer(x, residual, positions, kv, metadata[kv.group])
-        assert residual is not None  # a config has at least one layer
-        return x, residual
+        return self._layers(self._embedding(token_ids), positions, kv_layers, metadata)
 
     def logits(self, added: Tensor, residual: Tensor) -> Tensor:
         """Scores of the next token, [num_rows, vocab_size] in the model's dtype, for rows of `forward`'s result."""
@@ -135,7 +90,6 @@ def build_decoder(
 
     `num_positions`: rows of the rotary tables, the longest sequence that will be served.
     """
-    activate = ops.silu_and_mul if config.activation == "silu" else ops.gelu_tanh_and_mul
     rope_tables: dict[RopeConfig, Tensor] = {}
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -143,15 +97,12 @@ def build_decoder(
         packed.prepack()
         return packed
 
-    def norm(tensor: Tensor) -> RMSNorm:
-        return RMSNorm(tensor, config.rms_norm_eps, ops)
-
     def rope_table(rope: RopeConfig) -> Tensor:
         if rope not in rope_tables:
             rope_tables[rope] = build_cos_sin_cache(rope, config.head_dim, num_positions, device)
         return rope_tables[rope]
 
-    def layer(index: int) -> DecoderLayer:
+    def layer(index: int) -> LayerWeights:
         names = layer_tensors(config, index)
 
         def load(name: str) -> Tensor:
@@ -161,30 +112,21 @@ def build_decoder(
             bias = f"{name}_bias"
             return linear(load(name), load(bias) if bias in names else None)
 
-        def optional_norm(name: str) -> RMSNorm | None:
-            return norm(load(name)) if name in names else None
+        def optional(name: str) -> Tensor | None:
+            return load(name) if name in names else None
 
-        attention = Attention(
-            load_linear("qkv"),
-            load_linear("output"),
-            ops,
-            rope_table(config.ropes[index]),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
-            window=config.windows[index],
-            soft_cap=config.attention_soft_cap,
-            q_norm=optional_norm("q_norm"),
-            k_norm=optional_norm("k_norm"),
-        )
-        return DecoderLayer(
-            norm(load("input_norm")),
-            attention,
-            optional_norm("attention_out_norm"),
-            norm(load("mlp_norm")),
-            GatedMLP(load_linear("gate_up"), load_linear("down"), activate),
-            optional_norm("mlp_out_norm"),
+        return LayerWeights(
+            qkv=load_linear("qkv"),
+            output=load_linear("output"),
+            q_norm=optional("q_norm"),
+            k_norm=optional("k_norm"),
+            input_norm=load("input_norm"),
+            attention_out_norm=optional("attention_out_norm"),
+            mlp_norm=load("mlp_norm"),
+            gate_up=load_linear("gate_up"),
+            down=load_linear("down"),
+            mlp_out_norm=optional("mlp_out_norm"),
+            cos_sin_cache=rope_table(config.ropes[index]),
         )
 
     table = weights.load(embedding_tensor(config))
@@ -199,7 +141,7 @@ def build_decoder(
     return Decoder(
         config,
         Embedding(lookup, config.embedding_scale, dtype),
-        [layer(index) for index in range(config.num_layers)],
-        norm(weights.load(final_norm_tensor(config))),
+        select_layer_stack(config, [layer(index) for index in range(config.num_layers)], ops),
+        RMSNorm(weights.load(final_norm_tensor(config)), config.rms_norm_eps, ops),
         lm_head,
     )
