@@ -69,6 +69,7 @@ class EngineMetrics:
         gauge = self._recorder.gauge
         self._kv_cache_bytes = info.kv_cache_bytes
         gauge("kvctl:kv_cache_bytes").set(info.kv_cache_bytes)
+        gauge("kvctl:kv_cache_size_tokens").set(info.kv_tokens)
         gauge("kvctl:weight_bytes").set(info.weight_bytes)
         gauge("kvctl:max_num_seqs").set(info.max_num_seqs)
         gauge("kvctl:max_num_batched_tokens").set(info.max_num_batched_tokens)

@@ -134,6 +134,7 @@ _DEFINITIONS: Final = (
     ),
     _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0 to 1.", _STEP),
     _gauge("kvctl:kv_cache_bytes", "Bytes of the KV cache.", _START),
+    _gauge("kvctl:kv_cache_size_tokens", "Tokens that the KV cache holds, counted as at start.", _START),
     _gauge("kvctl:kv_cache_used_bytes", "Bytes of the KV blocks that running requests hold.", _STEP),
     _gauge(
         "vllm:cache_config_info", "The KV cache's configuration, as labels; always 1.", _START, *CACHE_CONFIG_LABELS

@@ -167,6 +167,7 @@ _KVCTL = ServerNames(
         Gauge.MAX_NUM_BATCHED_TOKENS: _names("kvctl:max_num_batched_tokens"),
         Gauge.MAX_MODEL_LEN: _names("kvctl:max_model_len"),
         Gauge.KV_CACHE_BYTES: _names("kvctl:kv_cache_bytes"),
+        Gauge.KV_CAPACITY_TOKENS: _names("kvctl:kv_cache_size_tokens"),
     },
     _VLLM_COUNTERS | {Counter.RECOMPUTED_TOKENS: _names("kvctl:recomputed_tokens_total")},
     _VLLM_TIMINGS | {Timing.STEP_DURATION: _names("kvctl:step_duration_seconds")},
