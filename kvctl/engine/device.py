@@ -72,6 +72,11 @@ def resolve_kv_dtype(asked: KVCacheDtype, model_dtype: torch.dtype) -> torch.dty
     return torch.float8_e5m2 if asked == "fp8_e5m2" else torch.float8_e4m3fn
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to the device; on a GPU the host does not wait, which it would for unpinned memory."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def set_cpu_threads(num_threads: int | None) -> int:
     """Set torch's threads within an operation; None keeps what torch chose. Returns the number in force."""
     if num_threads is not None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvctl.core.step import BlockTables, NewRequestData, SchedulerOutput, TokenLogprobs
+from kvctl.engine.device import upload
 from kvctl.engine.ops import AttentionMetadata
 from kvctl.engine.sampler import SamplingRow
 from kvctl_kernels.configs import cascade_pays
@@ -163,10 +164,7 @@ class InputBatch:
                 num_blocks[row] = last
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)  # unpinned memory would make the copy wait
+        return upload(torch.from_numpy(array), self._device)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
         """Turn the plan, already applied, into tensors."""

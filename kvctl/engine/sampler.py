@@ -14,7 +14,7 @@ Knows logits and rows: no blocks, no scheduler, no text. Invariant: a row's toke
 and tokens only, bit for bit, whatever else is in the batch. Floor 2.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.core.step import TokenLogprobs
 from kvctl.engine.config import CpuKernels
+from kvctl.engine.device import upload
 from kvctl.engine.logprobs import token_logprobs
 from kvctl.engine.sampler_random import filtered_race, keys_tensor, mix64, race, token_key
 from kvctl.engine.sampler_row import SamplingRow
@@ -44,7 +45,10 @@ class SamplingKernels(Protocol):
 
 
 class TorchSampling:
-    """Plain torch, on any device."""
+    """Plain torch, on any device; `race` draws where nothing is filtered."""
+
+    def __init__(self, race: Callable[[Tensor, Tensor], Tensor] = race) -> None:
+        self._race = race
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See `SamplingKernels`."""
@@ -56,7 +60,7 @@ class TorchSampling:
         limited, free = filtered.nonzero().squeeze(1), (~filtered).nonzero().squeeze(1)
         tokens = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
         if len(free):
-            tokens[free] = race(scaled[free], keys[free])
+            tokens[free] = self._race(scaled[free], keys[free])
         if len(limited):
             tokens[limited] = filtered_race(
                 scaled[limited], keys[limited], top_k[limited], top_p[limited], min_p[limited]
@@ -68,12 +72,22 @@ def select_sampling(
     device: torch.device | str, cpu_kernels: CpuKernels = "auto", num_threads: int | None = None
 ) -> SamplingKernels:
     """Choose as `select_ops` does; where the native kernels cannot be had, `select_ops` has told why already."""
+    if torch.device(device).type == "cuda":
+        return _cuda_sampling()
     if torch.device(device).type != "cpu" or cpu_kernels == "torch":
         return TorchSampling()
     try:
         return NativeSampling(load_native(), num_threads or torch.get_num_threads())
     except NativeUnavailable:
         return TorchSampling()
+
+
+def _cuda_sampling() -> SamplingKernels:
+    try:
+        from kvctl_kernels import triton_sampling
+    except ImportError:
+        return TorchSampling()
+    return TorchSampling(triton_sampling.race)
 
 
 @dataclass(slots=True)
@@ -166,22 +180,22 @@ class Sampler:
     def _sample_mixed(self, logits: Tensor, batch: SamplingBatch) -> list[int]:
         everything = len(batch.worked) == len(batch.rows)
         chosen = torch.empty(len(batch.rows), dtype=torch.int64) if everything else self._kernels.argmax(logits).cpu()
-        picked = logits if everything else logits[batch.worked]
+        picked = _take(logits, batch.worked)
         scaled = picked.to(torch.float32, copy=True)
         rows = [batch.rows[i] for i in batch.worked]
         for i in batch.processed:
             rows[i].process(scaled[i])
-        scaled /= batch.temperatures.to(scaled.device).unsqueeze(1)
+        scaled /= upload(batch.temperatures, scaled.device).unsqueeze(1)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=scaled.device)
         if batch.greedy:
-            tokens[batch.greedy] = self._kernels.argmax(scaled[batch.greedy])
+            tokens[_index(batch.greedy, tokens.device)] = self._kernels.argmax(_take(scaled, batch.greedy))
         if batch.random:
-            tokens[batch.random] = self._kernels.draw(
+            tokens[_index(batch.random, tokens.device)] = self._kernels.draw(
                 _take(scaled, batch.random),
                 self._keys(rows, batch.random),
-                batch.top_k.to(scaled.device),
-                batch.top_p.to(scaled.device),
-                batch.min_p.to(scaled.device),
+                upload(batch.top_k, scaled.device),
+                upload(batch.top_p, scaled.device),
+                upload(batch.min_p, scaled.device),
             )
         chosen[batch.worked] = tokens.cpu()
         result: list[int] = chosen.tolist()
@@ -204,4 +218,9 @@ class Sampler:
 
 
 def _take(rows: Tensor, indices: Sequence[int]) -> Tensor:
-    return rows if len(indices) == len(rows) else rows[indices]
+    return rows if len(indices) == len(rows) else rows.index_select(0, _index(indices, rows.device))
+
+
+def _index(indices: Sequence[int], device: torch.device) -> Tensor:
+    """As a tensor: indexing with a list would make the host wait for the device."""
+    return upload(torch.tensor(indices, dtype=torch.int64), device)

@@ -11,6 +11,8 @@ Source: Maddison, Tarlow, Minka, "A* Sampling" (2014), section 2 (the Gumbel-max
 import torch
 from torch import Tensor
 
+from kvctl.engine.device import upload
+
 _MASK32 = (1 << 32) - 1
 _MASK64 = (1 << 64) - 1
 _ROWS_AT_ONCE = 8  # bounds the memory of the full-vocabulary race
@@ -50,7 +52,7 @@ def race_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 def keys_tensor(keys: list[int], device: torch.device) -> Tensor:
     """64-bit keys as int64 [R, 2]: low half, high half."""
-    return torch.tensor([(key & _MASK32, key >> 32) for key in keys], dtype=torch.int64, device=device)
+    return upload(torch.tensor([(key & _MASK32, key >> 32) for key in keys], dtype=torch.int64), device)
 
 
 def race(scaled: Tensor, keys: Tensor) -> Tensor:

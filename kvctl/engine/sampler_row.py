@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvctl.core.sampling_params import SamplingParams
+from kvctl.engine.device import upload
 
 _NEVER = float("-inf")
 
@@ -107,7 +108,7 @@ class SamplingRow:
         if self._sequences:
             banned = [word[-1] for word in self._sequences if self._ends_with(word[:-1])]
             if banned:
-                logits[torch.tensor(banned, device=self._device)] = _NEVER
+                logits[upload(torch.tensor(banned), self._device)] = _NEVER
         if self._banned_early is not None and self.num_output_tokens < self.params.min_tokens:
             logits[self._banned_early] = _NEVER
         if self._bias_ids is not None:
@@ -128,7 +129,7 @@ class SamplingRow:
         seen = self._seen_ids[: self._num_seen]
         counts = self._seen_counts[: self._num_seen]
         if seen.device != logits.device:
-            seen, counts = seen.to(logits.device), counts.to(logits.device)
+            seen, counts = upload(seen, logits.device), upload(counts, logits.device)
         values = logits[seen]
         penalty = self.params.repetition_penalty
         if penalty != 1.0:
