@@ -164,7 +164,7 @@ def requests_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
     if reasons and narrow:
         second += [("for ", p.label), (reasons, p.warn)]
     else:
-        first.append((f" {reasons}", p.warn))
+        first += [(f" {reasons}", p.warn)] if reasons else []
         second += [("finished ", p.label), (words.rate(now.finished_per_s), p.value), ("/s", p.label)]
     if now.rejected_per_s:
         second += [("  rejected ", p.label), (words.rate(now.rejected_per_s), p.bad), ("/s", p.label)]
