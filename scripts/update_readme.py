@@ -1,11 +1,13 @@
 """Write the generated parts of README.md, or say with --check whether they are current.
 
 Each part stands between `<!-- begin NAME -->` and `<!-- end NAME -->` and is made from what the code says: the metrics
-table from kvctl/metrics/definitions.py, the models from kvctl/engine/models.
+table from kvctl/metrics/definitions.py, the models from kvctl/engine/models, the accuracy of `kvctl size` by running
+scripts/size_accuracy.py.
 """
 
 import argparse
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +43,14 @@ def models_table() -> str:
     return "\n".join(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"metrics": metrics_table, "models": models_table}
+def size_accuracy() -> str:
+    """The tables of scripts/size_accuracy.py, its headings as bold lines."""
+    script = Path(__file__).parent / "size_accuracy.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    return re.sub(r"^## (.*)$", r"**\1**", done.stdout.strip(), flags=re.MULTILINE)
+
+
+PARTS: dict[str, Callable[[], str]] = {"metrics": metrics_table, "models": models_table, "size accuracy": size_accuracy}
 
 
 def updated(text: str) -> str:
