@@ -16,6 +16,7 @@ from kvctl.errors import InvalidRequest
 
 MAX_CHILDREN: Final = 16_384  # of n: vLLM's limit
 _MAX_BAD_WORDS: Final = 1024
+_MAX_BAD_WORD_CHARS: Final = 16_384  # in all: they are tokenized while everybody's streams wait, 2 us per character
 _SEED_SPAN: Final = 1 << 63
 
 
@@ -108,6 +109,11 @@ class InputProcessor:
         """Each word as it stands at the start of a text and as it stands after a space."""
         if len(words) > _MAX_BAD_WORDS:
             raise InvalidRequest(f"bad_words holds {len(words)}, {_MAX_BAD_WORDS} are allowed", param="bad_words")
+        num_chars = sum(map(len, words))
+        if num_chars > _MAX_BAD_WORD_CHARS:
+            raise InvalidRequest(
+                f"bad_words holds {num_chars} characters, {_MAX_BAD_WORD_CHARS} are allowed", param="bad_words"
+            )
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip()):

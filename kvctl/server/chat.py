@@ -20,7 +20,7 @@ from kvctl.server.generation import (
     total_usage,
 )
 from kvctl.server.logprobs import LogprobFormatter, shape_prompt_logprobs
-from kvctl.server.prompts import check_fits, encode, plain_messages, render_chat, truncate
+from kvctl.server.prompts import check_conversation, check_fits, encode, plain_messages, render_chat, truncate
 from kvctl.server.protocol import ChatCompletionRequest, ChatFields
 from kvctl.server.sampling import requested_max_tokens, wants_logprobs
 
@@ -31,6 +31,8 @@ async def encode_chat(context: ServingContext, body: ChatFields) -> list[int]:
     Raises:
         InvalidRequest: the template refuses it, or it is far too long.
     """
+    max_model_len = context.limits.max_model_len
+    check_conversation(body.messages, max_model_len=max_model_len)
     text = render_chat(
         context.tokenizer,
         body,
@@ -41,7 +43,7 @@ async def encode_chat(context: ServingContext, body: ChatFields) -> list[int]:
         context.tokenizer,
         text,
         add_special_tokens=bool(body.add_special_tokens),
-        max_model_len=context.limits.max_model_len,
+        max_model_len=max_model_len,
     )
 
 

@@ -122,6 +122,22 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return plain
 
 
+def check_conversation(messages: list[ChatMessage], *, max_model_len: int) -> None:
+    """Refuse a conversation that cannot fit before a template spends seconds on it: each part takes a token at least.
+
+    Raises:
+        InvalidRequest: with the number of messages or parts.
+    """
+    num_parts = sum(len(m.content) if isinstance(m.content, list) else 1 for m in messages)
+    if max(num_parts, len(messages)) > max_model_len:
+        raise InvalidRequest(
+            f"the conversation has {len(messages)} messages of {num_parts} parts in all, more than {max_model_len} "
+            "tokens can hold",
+            hint="Shorten it.",
+            param="messages",
+        )
+
+
 def render_chat(
     tokenizer: Tokenizer,
     request: ChatFields,

@@ -172,6 +172,12 @@ def build_sampling_params(
     wanted = requested_max_tokens(request, limits)
     room = [limits.max_model_len - num_prompt_tokens]
     room += [count for count in (wanted, defaults.max_new_tokens) if count is not None]
+    num_allowed = len(request.allowed_token_ids or ())
+    if num_allowed > limits.vocab_size:
+        raise InvalidRequest(
+            f"allowed_token_ids has {num_allowed} ids, the vocabulary has {limits.vocab_size}",
+            param="allowed_token_ids",
+        )
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token_id in getattr(request, name) or ():
             if token_id >= limits.vocab_size:

@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize. Floor 3."""
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +13,8 @@ from kvctl.server.context import ServingContext
 from kvctl.server.errors import json_response
 from kvctl.server.prompts import encode
 from kvctl.server.protocol import Body, DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+
+INLINE_TOKENS: Final = 4096  # a thread is worth its price from here on
 
 
 class _Kind(Body):
@@ -52,9 +55,11 @@ async def detokenize(context: ServingContext, http: Request) -> Response:
     """POST /detokenize: the text of token ids, special tokens included."""
     body = await read_json(http, DetokenizeRequest)
     context.model.check(body.model)
-    for token_id in body.tokens:
-        if token_id >= context.limits.vocab_size:
-            raise InvalidRequest(
-                f"tokens has {token_id}, the vocabulary has {context.limits.vocab_size}", param="tokens"
-            )
-    return json_response({"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    largest = max(body.tokens, default=0)
+    if largest >= context.limits.vocab_size:
+        raise InvalidRequest(f"tokens has {largest}, the vocabulary has {context.limits.vocab_size}", param="tokens")
+    if len(body.tokens) <= INLINE_TOKENS:
+        text = context.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    else:
+        text = await asyncio.to_thread(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})

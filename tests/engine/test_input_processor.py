@@ -70,6 +70,13 @@ def test_the_last_id_of_the_vocabulary_is_fine(inputs):
     process(inputs, prompt=[VOCAB_SIZE - 1, 0], logit_bias={VOCAB_SIZE - 1: 1.0})
 
 
+def test_bad_words_that_would_hold_everybody_up_are_refused(inputs):
+    with pytest.raises(InvalidRequest, match="16385 characters") as caught:
+        process(inputs, bad_words=("w" * 16_384, "v"))
+    assert caught.value.param == "bad_words"
+    process(inputs, bad_words=("w" * 16_384,))
+
+
 def test_bad_words_become_tokens_with_and_without_a_space(inputs):
     (request,) = process(inputs, bad_words=("ab", " ab"))
     assert set(request.sampling_params.bad_words_token_ids) == {tuple(b"ab"), tuple(b" ab")}

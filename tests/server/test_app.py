@@ -172,6 +172,11 @@ async def test_tokenize_renders_a_conversation_as_chat_does(client, context):
     assert (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"] == "<user>hi</s><assistant>"
 
 
+async def test_detokenize_of_a_long_list_says_the_same(client):
+    answer = await client.post("/detokenize", json={"tokens": [97] * 5000})
+    assert answer.json()["prompt"] == "a" * 5000
+
+
 async def test_detokenize_refuses_ids_outside_the_vocabulary(client):
     answer = await client.post("/detokenize", json={"tokens": [1, 259]})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"
