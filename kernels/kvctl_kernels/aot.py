@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvctl_kernels import triton_attention, triton_layer
+from kvctl_kernels import triton_attention, triton_layer, triton_sampling
 from kvctl_kernels.configs import (
     ARCHS,
     SHARED_LIMIT_BYTES,
@@ -41,7 +41,18 @@ FUNCTIONS = {
     "rotary": triton_layer.rotary_kernel,
     "rms_norm": triton_layer.rms_norm_kernel,
     "gate_and_mul": triton_layer.gate_and_mul_kernel,
+    "race": triton_sampling.race_kernel,
 }
+# What a launch may ask of an attention kernel beside the plain case, each compiled for bf16 pages: (kernel, head_dim,
+# label, constants, pointers).
+VARIANTS: tuple[tuple[str, int, str, dict[str, Any], dict[str, str]], ...] = (
+    ("paged_decode", 128, "after a prefix", {"HAS_START": True}, {"kv_start_ptr": "i32"}),
+    ("paged_decode", 256, "window", {"HAS_WINDOW": True}, {}),
+    ("paged_decode", 128, "window cap", {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
+    ("paged_prefill", 128, "shared prefix", {"CAUSAL": False, "WRITE_LSE": True}, {"lse_ptr": "fp32"}),
+    ("paged_prefill", 256, "window", {"HAS_WINDOW": True}, {}),
+    ("paged_prefill", 128, "window cap", {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
+)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # What a matrix instruction looks like in the final code, per architecture.
 _TENSOR = {
@@ -222,11 +233,33 @@ def _layer_cases(arch: Arch) -> Iterator[Case]:
             frozenset({"x_stride", "N"}),
             {"BLOCK": 1024, "GELU": gelu},
         )
+    yield Case(
+        "race",
+        arch,
+        f"N{triton_sampling.BLOCK}",
+        {"best_ptr": "fp32", "token_ptr": "i64", "scaled_ptr": "fp32", "keys_ptr": "i64"},
+        {"row_stride": "i32", "vocab_size": "i32"},
+        frozenset({"row_stride", "vocab_size"}),
+        {"BLOCK": triton_sampling.BLOCK},
+    )
+
+
+def _variant_cases(arch: Arch) -> Iterator[Case]:
+    plain = {(case.kernel, *case.label.split()[:2]): case for case in _attention_cases(arch)}
+    for kernel, head_dim, label, constants, pointers in VARIANTS:
+        case = plain[kernel, f"D{head_dim}", "bf16"]
+        yield replace(
+            case,
+            label=f"{case.label} {label}",
+            constants=case.constants | constants,
+            pointers=case.pointers | pointers,
+        )
 
 
 def cases(archs: tuple[Arch, ...] = ARCHS) -> list[Case]:
     """Every row of the table, for every architecture."""
-    return [case for arch in archs for make in (_attention_cases, _layer_cases) for case in make(arch)]
+    makers = (_attention_cases, _variant_cases, _layer_cases)
+    return [case for arch in archs for make in makers for case in make(arch)]
 
 
 def _compile(case: Case) -> Any:

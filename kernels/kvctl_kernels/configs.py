@@ -74,8 +74,9 @@ def prefill_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atte
     # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
     few_registers = arch in ("sm_80", "sm_120")
     if wide:
-        stages = 3 if arch == "sm_120" and kv_bytes == 1 else 2  # two spill there
-        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, stages)
+        if arch == "sm_120" and kv_bytes == 1:
+            return AttentionConfig(max(minimum, 64), 16, 8, 2)  # 32 keys at a time spill there
+        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, 2)
     if head_dim > 64:
         masked = head_dim != next_power_of_2(head_dim)  # so are the masks of a padded head
         rows = 64 if few_registers and (kv_bytes == 1 or masked) else 128

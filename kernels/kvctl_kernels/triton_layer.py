@@ -184,29 +184,30 @@ def norm_rotary_store_kv_kernel(
     tl.store(to + HALF, (second * cos + first * sin).to(dtype), mask=mask)
 
     slot = tl.load(slots_ptr + token)
-    if slot >= 0:
-        here = kv_head * HEAD_DIM + halves[None, :]
-        mask = in_half[None, :]
-        first = tl.load(key_ptr + token * key_stride + here, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(key_ptr + token * key_stride + here + HALF, mask=mask, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            first, second = _normed_halves(first, second, k_weight_ptr, halves, HALF, in_half, eps)
-            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-        key_low = (first * cos - second * sin).to(dtype).to(tl.float32)
-        key_high = (second * cos + first * sin).to(dtype).to(tl.float32)
-        value_low = tl.load(value_ptr + token * value_stride + here, mask=mask, other=0.0).to(tl.float32)
-        value_high = tl.load(value_ptr + token * value_stride + here + HALF, mask=mask, other=0.0).to(tl.float32)
-        if HAS_SCALES:
-            k_scale = tl.load(k_scale_ptr + kv_head)
-            v_scale = tl.load(v_scale_ptr + kv_head)
-            key_low, key_high = key_low / k_scale, key_high / k_scale
-            value_low, value_high = value_low / v_scale, value_high / v_scale
-        stored: tl.constexpr = k_cache_ptr.dtype.element_ty
-        page_at = (((slot // PAGE) * num_kv_heads + kv_head) * PAGE + slot % PAGE) * HEAD_DIM + halves[None, :]
-        tl.store(k_cache_ptr + page_at, _as_stored(key_low, stored, KV_KIND), mask=mask)
-        tl.store(k_cache_ptr + page_at + HALF, _as_stored(key_high, stored, KV_KIND), mask=mask)
-        tl.store(v_cache_ptr + page_at, _as_stored(value_low, stored, KV_KIND), mask=mask)
-        tl.store(v_cache_ptr + page_at + HALF, _as_stored(value_high, stored, KV_KIND), mask=mask)
+    if slot < 0:
+        return
+    here = kv_head * HEAD_DIM + halves[None, :]
+    mask = in_half[None, :]
+    first = tl.load(key_ptr + token * key_stride + here, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(key_ptr + token * key_stride + here + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        first, second = _normed_halves(first, second, k_weight_ptr, halves, HALF, in_half, eps)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    key_low = (first * cos - second * sin).to(dtype).to(tl.float32)
+    key_high = (second * cos + first * sin).to(dtype).to(tl.float32)
+    value_low = tl.load(value_ptr + token * value_stride + here, mask=mask, other=0.0).to(tl.float32)
+    value_high = tl.load(value_ptr + token * value_stride + here + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        k_scale = tl.load(k_scale_ptr + kv_head)
+        v_scale = tl.load(v_scale_ptr + kv_head)
+        key_low, key_high = key_low / k_scale, key_high / k_scale
+        value_low, value_high = value_low / v_scale, value_high / v_scale
+    stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+    page_at = (((slot // PAGE) * num_kv_heads + kv_head) * PAGE + slot % PAGE) * HEAD_DIM + halves[None, :]
+    tl.store(k_cache_ptr + page_at, _as_stored(key_low, stored, KV_KIND), mask=mask)
+    tl.store(k_cache_ptr + page_at + HALF, _as_stored(key_high, stored, KV_KIND), mask=mask)
+    tl.store(v_cache_ptr + page_at, _as_stored(value_low, stored, KV_KIND), mask=mask)
+    tl.store(v_cache_ptr + page_at + HALF, _as_stored(value_high, stored, KV_KIND), mask=mask)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def _noise(token_ids, low, high):
     return -tl.log(tl.where(u < 0.015625, series, -tl.log(1.0 - u)))
 
 
-@triton.jit(do_not_specialize=("row_stride",))
+@triton.jit
 def race_kernel(
     best_ptr,  # float32 [R, parts]
     token_ptr,  # int64 [R, parts]
