@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 """Compile every Triton kernel for every GPU architecture (no GPU needed) and print registers, spills, shared memory.
 
-Exit code 1 if any row breaks a promise of the table: it compiles, spills nothing, fits the shared memory, uses tensor
+    scripts/kernel_report.py [--arch sm_90] [--kernel NAME] [--json] [--write]
+
+The first run takes minutes, later ones seconds per dozen rows (Triton's cache). Exit code 1 if any row breaks a promise of the table: it compiles, spills nothing, fits the shared memory, uses tensor
 instructions and 128-bit loads, and double-buffers K and V in decode.
 """
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,6 +20,7 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 
+import triton
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -24,13 +29,16 @@ from rich.table import Table
 from kvctl_kernels import aot
 from kvctl_kernels.configs import ARCHS
 
+README = Path(__file__).resolve().parent.parent / "kernels" / "README.md"
+HEADERS = ["kernel", "config", "arch", "regs", "spill B", "shared B", "tensor", "ld128", "KV bufs", "verdict"]
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", action="append", choices=ARCHS, help="only this architecture (may be repeated)")
     parser.add_argument("--kernel", help="only this kernel")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="the table for kernels/README.md")
+    parser.add_argument("--write", action="store_true", help="store the table in kernels/README.md")
     args = parser.parse_args()
     wanted = [case for case in aot.cases(tuple(args.arch or ARCHS)) if args.kernel in (None, case.kernel)]
     rows = []
@@ -46,7 +54,9 @@ def main() -> int:
         json.dump({"rows": [dataclasses.asdict(row) for row in rows]}, sys.stdout, indent=1)
         print()
     else:
-        print_table(rows, args.markdown)
+        print_table(rows)
+    if args.write:
+        write_readme(rows)
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -57,19 +67,37 @@ def cells(row: aot.Row) -> list[str]:
     return [row.kernel, row.config, row.arch, *map(str, numbers), str(seen.get("kv_buffers", "-")), verdict]
 
 
-def print_table(rows: list[aot.Row], markdown: bool) -> None:
-    headers = ["kernel", "config", "arch", "regs", "spill B", "shared B", "tensor", "ld128", "KV bufs", "verdict"]
-    if markdown:
-        print("| " + " | ".join(headers) + " |\n" + "|---" * len(headers) + "|")
-        for row in rows:
-            print("| " + " | ".join(cells(row)) + " |")
-        return
-    table = Table(*headers, box=box.SIMPLE_HEAD)
+def verdict(rows: list[aot.Row]) -> str:
+    bad = sum(not row.ok for row in rows)
+    return f"{len(rows)} rows, {bad} broken" if bad else f"{len(rows)} rows, all as promised"
+
+
+def write_readme(rows: list[aot.Row]) -> None:
+    """Replace this Triton's part of kernels/README.md."""
+    version = triton.__version__
+    name = f"report of Triton {version}"
+    lines = [
+        f"Compiled on {datetime.date.today()} with Triton {version}: {verdict(rows)}.\n",
+        "| " + " | ".join(HEADERS) + " |\n" + "|---" * len(HEADERS) + "|",
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
+    ]
+    text, count = re.subn(
+        rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)",
+        lambda found: found[1] + "\n".join(lines) + "\n" + found[2],
+        README.read_text(),
+        flags=re.DOTALL,
+    )
+    if not count:
+        sys.exit(f"kernel_report: {README} has no part <!-- begin {name} --> ... <!-- end {name} -->")
+    README.write_text(text)
+
+
+def print_table(rows: list[aot.Row]) -> None:
+    table = Table(*HEADERS, box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*cells(row), style="" if row.ok else "red")
     Console(width=None if sys.stdout.isatty() else 150).print(table)
-    bad = sum(not row.ok for row in rows)
-    print(f"{len(rows)} rows, {bad} broken" if bad else f"{len(rows)} rows, all as promised")
+    print(verdict(rows))
 
 
 if __name__ == "__main__":
