@@ -3,8 +3,9 @@
 
     scripts/kernel_report.py [--arch sm_90] [--kernel NAME] [--json] [--write]
 
-The first run takes minutes, later ones seconds per dozen rows (Triton's cache). Exit code 1 if any row breaks a promise of the table: it compiles, spills nothing, fits the shared memory, uses tensor
-instructions and 128-bit loads, and double-buffers K and V in decode.
+The first run takes minutes, later ones use Triton's cache. Exit code 1 if any row breaks a promise of the table: it
+compiles, spills nothing, fits the shared memory, uses tensor instructions and 128-bit loads, and double-buffers K and V
+in decode.
 """
 
 import argparse
@@ -37,10 +38,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", action="append", choices=ARCHS, help="only this architecture (may be repeated)")
     parser.add_argument("--kernel", help="only this kernel")
+    parser.add_argument("--config", default="", help="only configurations with this in their name, like 'D128 bf16'")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true", help="store the table in kernels/README.md")
     args = parser.parse_args()
-    wanted = [case for case in aot.cases(tuple(args.arch or ARCHS)) if args.kernel in (None, case.kernel)]
+    wanted = [
+        case
+        for case in aot.cases(tuple(args.arch or ARCHS))
+        if args.kernel in (None, case.kernel) and args.config in case.label
+    ]
     rows = []
     with (
         ProcessPoolExecutor(os.cpu_count()) as pool,

@@ -145,6 +145,39 @@ def test_float8_pages_with_scales_per_head(ops: TritonOps, kv_dtype: torch.dtype
     assert relative_error(got, want) < FLOAT8_TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(
+    ("ops", "kv_dtype"),
+    [(HOPPER, torch.float8_e4m3fn), (AMPERE, torch.float8_e4m3fn), (HOPPER, torch.float8_e5m2)],
+    ids=["e4m3", "e4m3-bits", "e5m2"],
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "soft_cap"),
+    [
+        (7, 1, 64, None, None),
+        (4, 2, 128, 40, None),
+        (8, 1, 96, 17, 30.0),
+        (2, 1, 256, None, None),
+        (3, 3, 256, 33, 50.0),
+    ],
+)
+def test_float8_pages_of_every_head_with_windows_and_caps(
+    ops: TritonOps, kv_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
+    window: int | None, soft_cap: float | None,
+) -> None:  # fmt: skip
+    batch = paged_batch(
+        [1, 1, 9], [7, 66, 35], num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16,
+        dtype=torch.float16,
+    )  # fmt: skip
+    scale = torch.full((kv_heads,), 0.75)
+    batch = in_float8(batch, kv_dtype, scale.half(), scale.half())
+    got = ops.paged_attention(
+        batch.query, batch.k_cache, batch.v_cache, batch.meta, scale=head_dim**-0.5, window=window, soft_cap=soft_cap,
+        scales=KVScales(scale, scale),
+    )  # fmt: skip
+    want = attention64(batch, scale=head_dim**-0.5, window=window, soft_cap=soft_cap)
+    assert relative_error(got, want) < FLOAT8_TOLERANCE[torch.float16]
+
+
 # ---- merging ----
 
 
