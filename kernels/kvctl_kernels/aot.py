@@ -274,7 +274,8 @@ def _compile(case: Case) -> Any:
             constants[name] = None
         elif name in case.pointers:
             signature[name] = f"*{case.pointers[name]}"
-            attrs[(index,)] = [["tt.divisibility", 16]]
+            if not FUNCTIONS[case.kernel].params[index].do_not_specialize_on_alignment:
+                attrs[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = case.scalars[name]
             if name in case.divisible:

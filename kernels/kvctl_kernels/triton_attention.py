@@ -66,8 +66,12 @@ def _absorb(acc, row_max, row_sum, scores, v, dtype: tl.constexpr):
 
 
 # do_not_specialize: numbers that change from step to step. Otherwise a 1 or a multiple of 16 among them would compile
-# a kernel of its own, in the middle of serving.
-@triton.jit(do_not_specialize=("window", "table_stride"))
+# a kernel of its own, in the middle of serving. So would, without ..._on_alignment, a pointer into a batch: the rows
+# after the decoding ones start anywhere.
+@triton.jit(
+    do_not_specialize=("window", "table_stride"),
+    do_not_specialize_on_alignment=("table_ptr", "seq_lens_ptr", "kv_start_ptr", "lse_ptr"),
+)
 def paged_decode_kernel(
     out_ptr,  # NUM_SPLITS == 1: [R, Hq, D] like query; else float32 [R, Hq, NUM_SPLITS, D]
     lse_ptr,  # float32 [R, Hq, NUM_SPLITS]
@@ -215,7 +219,10 @@ def _prefill_tiles(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=("window", "table_stride", "num_requests"))
+@triton.jit(
+    do_not_specialize=("window", "table_stride", "num_requests"),
+    do_not_specialize_on_alignment=("table_ptr", "seq_lens_ptr", "starts_ptr", "lse_ptr"),
+)
 def paged_prefill_kernel(
     out_ptr,  # [T, Hq, D]
     lse_ptr,  # float32 [T, Hq], with WRITE_LSE

@@ -259,7 +259,14 @@ def _plan_cache(
             loaded.weight_bytes,
             loaded.device,
             partial(
-                run_profile_steps, loaded.decoder, loaded.device, layout, limits, kv_dtype, config.device.cpu_kernels
+                run_profile_steps,
+                loaded.decoder,
+                loaded.device,
+                layout,
+                limits,
+                kv_dtype,
+                loaded.kv_scales if kv_dtype.itemsize == 1 else {},
+                config.device.cpu_kernels,
             ),
             graph_bytes=graph_bytes,
         )

@@ -4,6 +4,7 @@ The small ones are for the kernels: a compiled kernel is chosen by batch size, a
 is not compiled here would be in the middle of serving. Knows no memory rule (see `memory_budget`). Floor 2.
 """
 
+from collections.abc import Mapping
 from itertools import takewhile
 
 import torch
@@ -13,7 +14,7 @@ from kvctl.core.sampling_params import SamplingParams
 from kvctl.engine.config import CpuKernels
 from kvctl.engine.kv_cache import KVCache, allocate_kv_cache
 from kvctl.engine.models.decoder import Decoder
-from kvctl.engine.ops import AttentionMetadata
+from kvctl.engine.ops import AttentionMetadata, KVScales
 from kvctl.engine.sampler import Sampler, SamplingBatch, select_sampling
 from kvctl.sizing.kv_plan import KVLayout
 
@@ -25,6 +26,7 @@ def run_profile_steps(
     layout: KVLayout,
     limits: SchedulerConfig,
     kv_dtype: torch.dtype,
+    kv_scales: Mapping[int, KVScales],
     cpu_kernels: CpuKernels = "auto",
 ) -> None:
     """Run decode steps of 1, 2, 4, ... requests, then max_num_batched_tokens tokens and max_num_seqs samples.
@@ -39,6 +41,7 @@ def run_profile_steps(
         head_dim=decoder.config.head_dim,
         dtype=kv_dtype,
         device=device,
+        scales=kv_scales,
     )
     num_tokens = limits.max_num_batched_tokens
     num_rows = min(limits.max_num_seqs, num_tokens)

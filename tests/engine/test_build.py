@@ -133,7 +133,7 @@ def test_the_steps_of_the_profile_run_on_the_null_block_alone(folder, monkeypatc
     seen = []
     real = Decoder.forward
     monkeypatch.setattr(Decoder, "forward", lambda self, ids, *rest: (seen.append(len(ids)), real(self, ids, *rest))[1])
-    run_profile_steps(loaded.decoder, loaded.device, layout, config.scheduler, torch.float32, "torch")
+    run_profile_steps(loaded.decoder, loaded.device, layout, config.scheduler, torch.float32, {}, "torch")
     assert seen == [1, 2, 4, 8, 250]
 
 
