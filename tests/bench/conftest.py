@@ -1,4 +1,4 @@
-"""A scripted server in a process of its own, one per script and session."""
+"""A scripted server in a process of its own, one per script and test module."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +11,7 @@ from kvctl.bench.mock_script import MockScript
 FAST = {"ttft_s": 0.02, "gap_s": 0.002, "tokens": 8}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mock_server() -> Iterator:
     """`mock_server(tokens=4, ...)` is the address of a server with that script."""
     running = {}
