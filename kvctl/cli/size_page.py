@@ -280,7 +280,11 @@ def speed_part(findings: Findings, marks: Marks) -> Iterable[Text | Table]:
         )
         for tier in report.tiers:
             even = (
-                f"faster from {format_count(tier.break_even_tokens)} tokens on" if tier.break_even_tokens else "slower"
+                "slower"
+                if not tier.break_even_tokens
+                else "always faster"
+                if tier.break_even_tokens == 1
+                else f"faster from {format_count(tier.break_even_tokens)} tokens on"
             )
             yield Text(f"   from {tier.name} ({tier.gb_s:g} GB/s): {format_seconds(tier.load_s)}, {even}")
 
@@ -315,7 +319,17 @@ def recommended_part(choice: Choice) -> Iterable[Text]:
     yield Text(f"Recommended: {gpus} x {hardware.name if hardware else 'this machine'}{cost}", style="bold green")
     for program in PROGRAMS:
         problem = obstacle(choice, program)
-        yield Text(f" {serve_command(choice, program)}" if problem is None else f" {program}: not this one, {problem}")
+        if problem is not None:
+            yield Text(f" {program}: not this one, {problem}")
+            continue
+        yield from (Text(line) for line in _pasteable(serve_command(choice, program)))
+
+
+def _pasteable(command: str) -> list[str]:
+    """A command over as many lines as it needs, such that a shell takes them for one."""
+    lines = textwrap.wrap(command, PAGE_COLUMNS - 6, break_long_words=False, break_on_hyphens=False)
+    ends = [" \\"] * (len(lines) - 1) + [""]
+    return [f" {'  ' if i else ''}{line}{end}" for i, (line, end) in enumerate(zip(lines, ends, strict=True))]
 
 
 def _unverified(answer: SizeAnswer) -> list[str]:

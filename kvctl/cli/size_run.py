@@ -143,7 +143,7 @@ def find_out(options: SizeOptions) -> Findings:
         users = users_fit(
             answer, demand.users, demand.context_tokens or answer.limits.max_model_len, demand.shared_tokens
         )
-    return Findings(answer, speed, offload, users, choices, recommended, advise(answer), notes)
+    return Findings(answer, speed, offload, users, choices, recommended, advise(answer, demand, users), notes)
 
 
 def _check_questions(options: SizeOptions) -> None:

@@ -7,19 +7,28 @@ from dataclasses import replace
 
 from kvctl.errors import KvctlError
 from kvctl.model.layer_shape import LayerKind
-from kvctl.sizing.recommend import FP8_ARCHES
+from kvctl.sizing.recommend import FP8_ARCHES, Demand, choose
 from kvctl.sizing.request import SizeAnswer, SizeRequest, size_up
+from kvctl.sizing.users import UsersFit
 from kvctl.units import format_bytes, format_count
 
+_NO_CHANGE = "No single change makes it fit: use a larger GPU or a smaller model (--recommend searches)."
 _MOST = 4  # lines that a person still reads
+_FP8_WEIGHT_ARCHES = (*FP8_ARCHES, "ampere")  # Ampere unpacks FP8 weights before it multiplies
 
 
-def advise(answer: SizeAnswer) -> list[str]:
-    """The most useful changes first; empty when nothing was asked that could be better."""
+def advise(answer: SizeAnswer, demand: Demand | None = None, users: UsersFit | None = None) -> list[str]:
+    """The most useful changes first; empty when nothing was asked that could be better.
+
+    `demand` and `users`: how many were to fit, and whether they do.
+    """
     capacity = answer.capacity
     if capacity is None:
         return ["Add --gpu NAME (or --kv-cache-memory-bytes) to see blocks, concurrency and speed."]
-    lines = _to_fit(answer) if not capacity.fits else _to_hold_more(answer)
+    if demand is not None and users is not None and not users.fits:
+        lines = _to_meet(answer, demand, users)
+    else:
+        lines = _to_fit(answer) if not capacity.fits else _to_hold_more(answer)
     lines += _about_hybrids(answer)
     return lines[:_MOST]
 
@@ -32,7 +41,7 @@ def _ask(request: SizeRequest) -> SizeAnswer | None:
 
 
 def _to_fit(answer: SizeAnswer) -> list[str]:
-    capacity, request = answer.capacity, answer.request
+    capacity = answer.capacity
     if capacity is None:
         return []
     lines = []
@@ -45,22 +54,56 @@ def _to_fit(answer: SizeAnswer) -> list[str]:
     if fp8 is not None and fp8.capacity is not None and fp8.capacity.max_context_tokens > capacity.max_context_tokens:
         verdict = "fits" if fp8.fits else f"reaches {format_count(fp8.capacity.max_context_tokens)} tokens"
         lines.append(f"--kv-cache-dtype fp8 {verdict}.")
-    for tensor in (2, 4, 8):
-        if request.kv_bytes is not None or request.hardware is None or tensor <= request.parallel.tensor:
-            continue
-        more = _ask(replace(request, parallel=replace(request.parallel, tensor=tensor)))
-        if more is not None and more.fits:
-            lines.append(f"--tensor-parallel-size {tensor} fits.")
-            break
-    if answer.weights is not None and answer.weights.format_name in ("bfloat16", "float16") and request.hardware:
-        small = _ask(replace(request, quantization="fp8"))
-        if small is not None and small.fits:
-            lines.append("FP8 weights (--quantization fp8) fit.")
-        else:
-            small = _ask(replace(request, quantization="awq"))
-            if small is not None and small.fits:
-                lines.append("A 4-bit checkpoint (AWQ or GPTQ) fits.")
-    return lines or ["No single change makes it fit: use a larger GPU or a smaller model (--recommend searches)."]
+    for tries in _larger_changes(answer):
+        for text, changed in tries:
+            other = _ask(changed)
+            if other is not None and other.fits:
+                lines.append(f"{text}.{_other_engine(answer)}")
+                break
+    return lines or [_NO_CHANGE]
+
+
+def _to_meet(answer: SizeAnswer, demand: Demand, users: UsersFit) -> list[str]:
+    """What makes so many users fit, and what comes nearest."""
+    lines = []
+    if users.max_context_tokens > 0 and users.max_users < users.users:
+        lines.append(f"{users.users:,} users fit with {users.max_context_tokens:,} tokens each.")
+    fp8 = _with_fp8(answer)
+    if fp8 is not None:
+        choice = choose(fp8.request, demand, "")
+        if choice.fits:
+            lines.append("--kv-cache-dtype fp8 fits.")
+        elif choice.users is not None and choice.users.max_users > users.max_users:
+            lines.append(f"--kv-cache-dtype fp8 holds {choice.users.max_users:,} at once.")
+    for tries in _larger_changes(answer):
+        for text, changed in tries:
+            if choose(changed, demand, "").fits:
+                lines.append(f"{text}.{_other_engine(answer)}")
+                break
+    return lines or [_NO_CHANGE]
+
+
+def _larger_changes(answer: SizeAnswer) -> list[list[tuple[str, SizeRequest]]]:
+    """More GPUs, and smaller weights: each from the least change on."""
+    request = answer.request
+    if request.kv_bytes is not None or request.hardware is None:
+        return []
+    parallel = request.parallel
+    ranks = [
+        (f"--tensor-parallel-size {tensor} fits", replace(request, parallel=replace(parallel, tensor=tensor)))
+        for tensor in (2, 4, 8)
+        if tensor > parallel.tensor
+    ]
+    weights: list[tuple[str, SizeRequest]] = []
+    if answer.weights is not None and answer.weights.format_name in ("bfloat16", "float16"):
+        if request.hardware.arch.startswith(_FP8_WEIGHT_ARCHES):
+            weights.append(("FP8 weights (--quantization fp8) fit", replace(request, quantization="fp8")))
+        weights.append(("A 4-bit checkpoint (AWQ or GPTQ) fits", replace(request, quantization="awq")))
+    return [ranks, weights]
+
+
+def _other_engine(answer: SizeAnswer) -> str:
+    return " With vllm serve: kvctl serve splits and quantizes no weights." if answer.rules.name == "kvctl" else ""
 
 
 def _with_fp8(answer: SizeAnswer) -> SizeAnswer | None:

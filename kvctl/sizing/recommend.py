@@ -15,6 +15,19 @@ from kvctl.sizing.users import UsersFit, users_fit
 
 TENSOR_SIZES = (1, 2, 4, 8)
 KVCTL_KV_DTYPES = ("auto", "bfloat16", "float16", "bf16", "fp16", "fp8", "fp8_e4m3", "fp8_e5m2")
+KVCTL_ARCHITECTURES = (  # those of config.json, then those of .gguf files; a test holds them to the engine's
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3",
+)
 FP8_ARCHES = ("hopper", "ada", "blackwell", "cdna3", "cdna4", "gaudi")
 
 
@@ -116,21 +129,28 @@ def _smallest_change(
 
 
 def obstacle(choice: Choice, program: str) -> str | None:
-    """Why a program cannot run a choice; None if it can. `kvctl serve` runs on one GPU, weights as they are."""
-    request = choice.request
+    """Why a program cannot run a choice; None if it can. `kvctl serve` runs some families, unquantized, on one GPU."""
+    request, answer = choice.request, choice.answer
     if not program.startswith("kvctl"):
         return None
+    architecture = request.model.shape.architecture
+    if architecture not in KVCTL_ARCHITECTURES:
+        return f"it does not serve {architecture}"
+    if request.hardware is not None and request.hardware.vendor not in ("nvidia", "cpu"):
+        return "it runs on NVIDIA GPUs and CPUs"
     if request.parallel.gpus * request.parallel.data > 1:
         return "it runs on one GPU"
     if request.kv_dtype not in KVCTL_KV_DTYPES:
         return f"it has no {request.kv_dtype} KV cache"
-    return "it has no quantized weights" if request.quantization is not None else None
+    weights = answer.weights if answer is not None else None
+    is_quantized = weights is not None and weights.format_name not in ("bfloat16", "float16", "float32")
+    return "it has no quantized weights" if is_quantized or request.quantization is not None else None
 
 
 def serve_command(choice: Choice, program: str) -> str:
     """The flags of a choice, ready to paste for `kvctl serve` or `vllm serve`."""
     request, answer = choice.request, choice.answer
-    words = [*program.split(), request.model.id]
+    words = [*program.split(), request.model.given or request.model.id]
     if answer is not None:
         words += ["--max-model-len", str(answer.limits.max_model_len)]
     if choice.users is not None:

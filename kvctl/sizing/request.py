@@ -44,6 +44,7 @@ class WeightFiles:
     total_bytes: int
     num_parameters: int
     source: str
+    is_gguf: bool = False  # `kvctl serve` makes these into unquantized weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class SizedModel:
     shape: ModelShape
     source: str
     files: WeightFiles | None = None
+    given: str | None = None  # what a server takes for it; None: its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     counted = all_specs if rules.fit_counts_all_stages else specs  # what this version sets against one GPU
     block_size = request.block_size or _device_block(request.hardware, rules, max_model_len)
     pool, pool_error = _pool(specs, rules, block_size)
-    weights = _weights(request, dtype)
+    weights = _weights(request, rules, dtype)
     budget = _budget(request, rules, shape, defaults, limits, weights, dtype)
     kv_bytes = request.kv_bytes if request.kv_bytes is not None else budget.kv.value if budget else None
     caps: list[Capacity | None] = [None, None, None]
@@ -280,7 +282,7 @@ def _device_block(hardware: HardwareProfile | None, rules: EngineRules, max_mode
     return min(256, max(16, power // 16))
 
 
-def _weights(request: SizeRequest, dtype: str) -> WeightSize | None:
+def _weights(request: SizeRequest, rules: EngineRules, dtype: str) -> WeightSize | None:
     shape = request.model.shape
     fmt: WeightFormat
     if request.quantization is not None:
@@ -289,6 +291,11 @@ def _weights(request: SizeRequest, dtype: str) -> WeightSize | None:
         raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
         fmt = checkpoint_format(raw, dtype) if isinstance(raw, dict) else unquantized(dtype)
     files = request.model.files
+    if files is not None and files.is_gguf and rules.name == "kvctl" and files.num_parameters:
+        unpacked = files.num_parameters * element_bytes(dtype)
+        return measured_weight_size(
+            shape, unpacked, files.num_parameters, request.parallel, fmt, f"{files.source}, made into {dtype}"
+        )
     if files is not None and request.quantization is None:
         return measured_weight_size(shape, files.total_bytes, files.num_parameters, request.parallel, fmt, files.source)
     return computed_weight_size(shape, fmt, request.parallel)

@@ -1,5 +1,7 @@
 """From a name to a model that can be sized: finds its facts, reads its shape, adds up its weight files. Floor 1."""
 
+from pathlib import Path
+
 from kvctl.model.dtypes import safetensors_bits
 from kvctl.model.lookup import FoundModel, find_model
 from kvctl.model.model_shape import ModelShape
@@ -15,7 +17,14 @@ def load_model(name: str, *, refresh: bool = False) -> SizedModel:
     """
     found = find_model(name, refresh=refresh)
     shape = ModelShape.from_config(found.config)
-    return SizedModel(found.id, shape, found.source, _files(found, shape))
+    return SizedModel(found.id, shape, found.source, _files(found, shape), _servable_name(name))
+
+
+def _servable_name(name: str) -> str:
+    """The model as `kvctl serve` and `vllm serve` take it: a folder where its config.json was given."""
+    if name == "-":
+        return "MODEL"
+    return str(Path(name).parent) if Path(name).suffix == ".json" else name
 
 
 def _files(found: FoundModel, shape: ModelShape) -> WeightFiles | None:
@@ -25,8 +34,9 @@ def _files(found: FoundModel, shape: ModelShape) -> WeightFiles | None:
         total = sum(t.num_bytes for t in kept)
         return WeightFiles(total, _count(kept), f"safetensors headers ({len(kept):,} tensors)")
     if found.total_bytes:
-        source = "GGUF header" if found.num_parameters else "safetensors index"
-        return WeightFiles(found.total_bytes, found.num_parameters or 0, source)
+        is_gguf = bool(found.num_parameters)
+        source = "GGUF header" if is_gguf else "safetensors index"
+        return WeightFiles(found.total_bytes, found.num_parameters or 0, source, is_gguf)
     return None
 
 

@@ -1,13 +1,18 @@
 """Users, comparisons, recommendations and advice: what is claimed to fit fits when asked again."""
 
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from kvctl.cli.size_page import recommended_part
+from kvctl.engine.gguf_config import SUPPORTED
+from kvctl.engine.models.registry import SUPPORTED_ARCHITECTURES
 from kvctl.model.hardware import all_hardware, find_hardware
 from kvctl.sizing.advice import advise
-from kvctl.sizing.recommend import Demand, compare, obstacle, recommend, serve_command
-from kvctl.sizing.request import SizeRequest, size_up
+from kvctl.sizing.recommend import KVCTL_ARCHITECTURES, Demand, choose, compare, obstacle, recommend, serve_command
+from kvctl.sizing.request import SizedModel, SizeRequest, WeightFiles, size_up
 from kvctl.sizing.sized_model import load_model
 from kvctl.sizing.users import users_fit
 
@@ -92,3 +97,72 @@ def test_advice_on_hybrids_warns_of_large_blocks() -> None:
 
 def test_advice_without_memory_says_what_to_add() -> None:
     assert "--gpu" in advise(size_up(request(gpu=None)))[0]
+
+
+def test_the_families_that_kvctl_serve_is_said_to_take_are_the_engines() -> None:
+    assert (*SUPPORTED_ARCHITECTURES, *SUPPORTED) == KVCTL_ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "problem"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "l40s", None),
+        ("Qwen/Qwen3-32B-FP8", "h100", "it has no quantized weights"),
+        ("deepseek-ai/DeepSeek-V2-Lite", "h100", "it does not serve DeepseekV2ForCausalLM"),
+        ("Qwen/Qwen2.5-7B-Instruct", "mi300x", "it runs on NVIDIA GPUs and CPUs"),
+    ],
+)
+def test_kvctl_serve_is_recommended_only_where_it_can_run(name: str, gpu: str, problem: str | None) -> None:
+    choice = choose(request(name, gpu, max_model_len=8192), Demand(1, 8192), gpu)
+    assert choice.fits
+    assert obstacle(choice, "kvctl serve") == problem
+    assert obstacle(choice, "vllm serve") is None
+
+
+def test_a_recommended_command_can_be_pasted_whole() -> None:
+    """A shell joins the printed lines into the one command."""
+    choice = choose(request("Qwen/Qwen2.5-7B-Instruct", "l4", kv_dtype="fp8"), Demand(20, 8000), "l4")
+    printed = [line.plain for line in recommended_part(choice)][1:]
+    assert max(len(line) for line in printed) <= 80
+    joined = "\n".join(printed).replace("\\\n", " ").split("\n")
+    assert [shlex.split(line) for line in joined] == [
+        shlex.split(serve_command(choice, program)) for program in ("kvctl serve", "vllm serve")
+    ]
+
+
+def test_commands_name_a_local_model_as_it_was_given(tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    config = Path("profiles/models/Qwen/Qwen2.5-0.5B-Instruct.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    for given in (folder, folder / "config.json"):
+        sized = SizeRequest(model=load_model(str(given)), hardware=find_hardware("l4"))
+        assert shlex.split(serve_command(choose(sized, Demand(), "l4"), "kvctl serve"))[2] == str(folder)
+
+
+def test_kvctl_serve_holds_a_gguf_file_unpacked_and_llama_cpp_as_it_is() -> None:
+    shape = load_model("HuggingFaceTB/SmolLM2-135M-Instruct").shape
+    model = SizedModel("smol", shape, "file", WeightFiles(91_000_000, 134_515_008, "GGUF header", is_gguf=True))
+    held = {
+        engine: size_up(SizeRequest(model=model, engine=engine, hardware=find_hardware("l4"))).weights
+        for engine in ("kvctl", "llama.cpp")
+    }
+    assert held["kvctl"] is not None and held["kvctl"].total_bytes == 134_515_008 * 2
+    assert held["llama.cpp"] is not None and held["llama.cpp"].total_bytes == 91_000_000
+
+
+def test_advice_for_too_many_users_is_about_that_many_users() -> None:
+    """On a T4, FP8 weights would make the model fit, but nine users and not twenty; and no T4 runs them."""
+    asked, demand = request("Qwen/Qwen2.5-7B-Instruct", "t4", max_model_len=8000, engine="vllm"), Demand(20, 8000)
+    answer = size_up(asked)
+    lines = advise(answer, demand, users_fit(answer, 20, 8000))
+    assert not any("fp8" in line for line in lines)
+    assert "--tensor-parallel-size 2 fits." in lines
+    for tensor, fits in ((1, False), (2, True)):
+        more = replace(asked, parallel=replace(asked.parallel, tensor=tensor))
+        assert choose(more, demand, "").fits is fits
+
+
+def test_advice_for_kvctl_says_which_changes_are_not_its_own() -> None:
+    lines = advise(size_up(request("meta-llama/Llama-3.1-70B-Instruct", "h100")))
+    assert "--tensor-parallel-size 4 fits. With vllm serve: kvctl serve splits and quantizes no weights." in lines
