@@ -4,8 +4,10 @@ Knows no process and no server: it imports torch and the core only, so that it a
 the rest are not installed. Everything that can be wrong with a model is found before its weights are loaded. Floor 2.
 """
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,6 +175,21 @@ def _cascade_groups(loaded: _LoadedModel, groups: Sequence[KVCacheGroup]) -> lis
     return [index for index, group in enumerate(groups) if group.window_tokens is None]
 
 
+@contextmanager
+def _log_of_kernels_to(report: Callable[[str], None]) -> Iterator[None]:
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            report(record.getMessage())
+
+    logger, handler = logging.getLogger("kvctl_kernels"), Handler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedModel:
     started_s = time.monotonic()
     folder = Path(config.model.folder)
@@ -190,7 +207,8 @@ def _load_model(config: EngineConfig, report: Callable[[str], None]) -> _LoadedM
     free_bytes = free_device_bytes(device)
     if free_bytes is not None and weight_bytes > free_bytes:
         raise _no_room_for_weights(weight_bytes, f"{format_bytes(free_bytes)} are free on {device}")
-    ops = select_ops(device, dtype, config.device.cpu_kernels, num_threads)
+    with _log_of_kernels_to(report):  # the first start on a machine compiles them, which takes a while
+        ops = select_ops(device, dtype, config.device.cpu_kernels, num_threads)
     linears = select_linears(device, dtype, config.device.cpu_kernels, num_threads)
     try:
         decoder = build_decoder(

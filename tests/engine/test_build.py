@@ -1,9 +1,12 @@
 """What building an engine reports, refuses and decides."""
 
+import logging
+
 import pytest
 import torch
 
 from kvctl.core.config import SchedulerConfig
+from kvctl.engine import build as build_module
 from kvctl.engine import memory_budget
 from kvctl.engine.config import DeviceConfig
 from kvctl.engine.memory_budget import CPU_LIMIT_BYTES, cpu_budget, cuda_budget
@@ -151,3 +154,17 @@ def test_the_builder_needs_neither_server_nor_wire_packages(folder):
     )
     ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("[")
+
+
+def test_compiling_the_kernels_is_told(folder, monkeypatch):
+    """The first start on a machine must not look like a hang."""
+    real = build_module.select_ops
+
+    def compiling(*args):
+        logging.getLogger("kvctl_kernels.cpu_build").info("Compiling the CPU kernels for this machine, once")
+        return real(*args)
+
+    monkeypatch.setattr(build_module, "select_ops", compiling)
+    lines = engine_runs.start(folder, cpu_kernels="auto").lines
+    assert "Compiling the CPU kernels for this machine, once" in lines
+    assert not logging.getLogger("kvctl_kernels").handlers
