@@ -41,9 +41,21 @@ def diagnose(now: Snapshot | None, history: Sequence[Point] = ()) -> Verdict:
     return Verdict(_unexplained(case), now.window_s, tuple(found))
 
 
+def unanswered(error: str | None, *, is_foreign: bool) -> Verdict:
+    """The verdict on an endpoint of which no engine was ever read: why not."""
+    if is_foreign:
+        return Verdict(_no_server(), None)
+    if error is None:
+        return diagnose(None)
+    text = f"No page could be read: {error}."
+    return Verdict(Finding(Limit.UNKNOWN, 1.0, text, (Evidence("no reading", "readings", 0.0),)), None)
+
+
 def _too_little(now: Snapshot | None) -> Finding:
     if now is not None and now.server is Server.UNKNOWN:
         return _no_server()
+    if now is None:
+        return Finding(Limit.UNKNOWN, 1.0, "No page has been read yet.", (Evidence("no reading", "readings", 0.0),))
     text = "Only one reading so far: rates need two."
     return Finding(Limit.UNKNOWN, 1.0, text, (Evidence("one reading", "readings", 1.0),))
 

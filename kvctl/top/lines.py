@@ -200,10 +200,12 @@ def kv_lines(now: Snapshot, width: int, look: Look) -> list[Text]:
     second: list[Part] = [("room for ", p.label), (room, p.value), (" more", p.label)]
     if size is not None:
         second.append((f" of {words.tokens(size.tokens)} tokens", p.label))
-    if now.kv_cache_bytes and not narrow:
-        second.append((f"  {format_bytes(now.kv_used_bytes or 0.0)} of {format_bytes(now.kv_cache_bytes)}", p.label))
     if now.time_to_full_s is not None and now.time_to_full_s < 3600 and not now.waiting:
         second.append((f"  full in {words.seconds(now.time_to_full_s)}", p.warn))
+    if now.kv_cache_bytes and not narrow:
+        in_bytes = f"  {format_bytes(now.kv_used_bytes or 0.0)} of {format_bytes(now.kv_cache_bytes)}"
+        if sum(len(text) for text, _ in second) + len(in_bytes) <= width:
+            second.append((in_bytes, p.label))
     return [line(*first, width=width, look=look), line(*second, width=width, look=look), _prefix_line(now, width, look)]
 
 

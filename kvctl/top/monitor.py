@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvctl.metrics.exposition import parse_page, printable
 from kvctl.top.case import Point
-from kvctl.top.diagnose import diagnose
+from kvctl.top.diagnose import diagnose, unanswered
 from kvctl.top.merge import merge_readings
 from kvctl.top.reading import EngineKey, EngineReading, read_engines
 from kvctl.top.scrape import Scrape
@@ -137,7 +137,7 @@ class EndpointTrack:
             tracks = [self._summed]
         age_s = None if self._answered_s is None else max(0.0, now_s - self._answered_s)
         if not tracks:
-            return [self._view(None, diagnose(None), (), age_s)]
+            return [self._view(None, unanswered(self._error, is_foreign=self._is_foreign), (), age_s)]
         views = []
         for track in tracks:
             readings = list(track.readings)

@@ -14,6 +14,51 @@ from kvctl.top.snapshot import Distribution, Snapshot
 from kvctl.top.verdict import Verdict
 
 SCHEMA_VERSION = 1
+SNAPSHOT_FIELDS = (  # there for every engine; all null where none could be read
+    "engine",
+    "model",
+    "server",
+    "window_s",
+    "restarts",
+    "running",
+    "waiting",
+    "waiting_by_reason",
+    "kv_usage",
+    "kv_tokens",
+    "kv_used_tokens",
+    "kv_bytes",
+    "kv_used_bytes",
+    "request_tokens",
+    "request_tokens_source",
+    "headroom_requests",
+    "time_to_full_s",
+    "prefix_hit_rate",
+    "prefix_miss_tokens",
+    "preemptions_per_s",
+    "prompt_tokens_per_s",
+    "computed_prompt_tokens_per_s",
+    "generation_tokens_per_s",
+    "requests_per_s",
+    "rejected_per_s",
+    "steps_per_s",
+    "tokens_per_step",
+    "ttft_s",
+    "itl_s",
+    "tpot_s",
+    "e2e_s",
+    "queue_s",
+    "prefill_s",
+    "decode_s",
+    "step_duration_s",
+    "speculative_acceptance",
+    "speculative_accept_length",
+    "offload_usage",
+    "process_cpu_cores",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "block_size",
+)
 
 
 def fleet_to_json(fleet: FleetView, gpus: tuple[GpuReading, ...] = ()) -> dict[str, Any]:
@@ -40,8 +85,7 @@ def _engine(view: EngineView) -> dict[str, Any]:
         "num_rejected_lines": view.num_rejected_lines,
         "truncated": view.truncated,
     }
-    if view.snapshot is not None:
-        found |= _snapshot(view.snapshot)
+    found |= dict.fromkeys(SNAPSHOT_FIELDS) if view.snapshot is None else _snapshot(view.snapshot)
     found["verdict"] = _verdict(view.verdict, view)
     return found
 

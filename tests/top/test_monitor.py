@@ -8,6 +8,7 @@ from kvctl.top.merge import merge_readings
 from kvctl.top.monitor import MAX_POINTS, MAX_READINGS, Monitor, worst_limit
 from kvctl.top.reading import read_engines
 from kvctl.top.scrape import Scrape
+from kvctl.top.to_json import fleet_to_json
 from kvctl.top.verdict import Limit
 from tests.top.series import START_S, URL, Watched, gauges, histogram, read
 
@@ -32,6 +33,16 @@ def test_an_endpoint_that_never_answered_is_there_with_its_error():
     assert view.is_stale
     assert view.age_s is None
     assert view.verdict.limit is Limit.UNKNOWN
+    assert view.verdict.finding.summary == "No page could be read: connection refused."
+
+
+def test_the_json_of_an_endpoint_that_never_answered_has_every_field():
+    alive, dead = (
+        fleet_to_json(monitor(*pages).view(START_S + 1, 15.0))["engines"][0]
+        for pages in ((gauges(3, 0), gauges(4, 0)), (None, None))
+    )
+    assert list(dead) == list(alive)
+    assert dead["running"] is None and dead["ttft_s"] is None
 
 
 def test_an_endpoint_that_stops_answering_keeps_its_numbers_and_ages():
@@ -59,6 +70,7 @@ def test_a_server_that_comes_back_is_fresh_and_its_restart_is_seen():
 def test_a_page_of_something_else_says_so():
     view = only(monitor("node_load1 1\n", "node_load1 2\n"), START_S + 1)
     assert "no names of an inference server" in view.error
+    assert "no names of an inference server" in view.verdict.finding.summary
 
 
 def dp(*running):
