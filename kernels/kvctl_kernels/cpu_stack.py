@@ -34,6 +34,18 @@ class StackLayer:
     cos_sin_cache: Tensor
     window: int | None
 
+    @property
+    def norms(self) -> tuple[Tensor | None, ...]:
+        """All of them."""
+        return (
+            self.input_norm,
+            self.q_norm,
+            self.k_norm,
+            self.attention_out_norm,
+            self.mlp_norm,
+            self.mlp_out_norm,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
@@ -126,10 +138,11 @@ class NativeStack:
     """
 
     @staticmethod
-    def supports(shape: StackShape, layers: Sequence[StackLayer]) -> bool:
-        """Whether the kernels can run these layers."""
+    def supports(shape: StackShape, layers: Sequence[StackLayer], dtype: torch.dtype) -> bool:
+        """Whether the kernels can run these layers. Norm weights in more precision than the rest are not for them."""
         rotated = {layer.cos_sin_cache.shape[1] for layer in layers}
-        return shape.head_dim % HEAD_DIM_MULTIPLE == 0 and len(rotated) == 1
+        norms = {norm.dtype for layer in layers for norm in layer.norms if norm is not None}
+        return shape.head_dim % HEAD_DIM_MULTIPLE == 0 and len(rotated) == 1 and norms == {dtype}
 
     def __init__(
         self,

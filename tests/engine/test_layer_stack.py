@@ -33,8 +33,7 @@ def decoder_config(tiny, head_dim):
 class LivelyWeights:
     """Random weights large enough that nothing vanishes in rounding; norms and biases too."""
 
-    def __init__(self, config, dtype):
-        self._dummy = DummyWeights(config, torch.float32, CPU, 5)
+    def __init__(self, dtype):
         self._dtype = dtype
 
     def load(self, packed):
@@ -48,7 +47,7 @@ def run(config, dtype, threads, kv_dtype=None, cpu_kernels="native"):
     """One mixed step over caches with something in them; returns the result, the caches and the decoder."""
     decoder = build_decoder(
         config,
-        LivelyWeights(config, dtype),
+        LivelyWeights(dtype),
         select_ops(CPU, dtype, cpu_kernels, threads),
         select_linears(CPU, dtype, cpu_kernels, threads),
         dtype=dtype,
@@ -142,11 +141,26 @@ def test_pages_of_another_type_run_one_operation_at_a_time(one_by_one):
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
+def test_norms_kept_in_float32_run_one_operation_at_a_time():
+    # Gemma's 1 + w, in a bfloat16 model
+    config = decoder_config(tiny_models.GEMMA3, 16)
+    decoder = build_decoder(
+        config,
+        DummyWeights(config, torch.bfloat16, CPU, 1),
+        select_ops(CPU, torch.bfloat16, "native", 1),
+        select_linears(CPU, torch.bfloat16, "native", 1),
+        dtype=torch.bfloat16,
+        device=CPU,
+        num_positions=8,
+    )
+    assert isinstance(decoder._layers, layer_stack.PerOperationStack)
+
+
 def test_torch_kernels_run_one_operation_at_a_time():
     config = decoder_config(tiny_models.LLAMA, 16)
     decoder = build_decoder(
         config,
-        LivelyWeights(config, torch.float32),
+        LivelyWeights(torch.float32),
         TorchOps(),
         TorchLinears(),
         dtype=torch.float32,

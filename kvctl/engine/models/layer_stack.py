@@ -196,6 +196,6 @@ def select_layer_stack(config: DecoderConfig, weights: Sequence[LayerWeights], o
         attention_scale=config.attention_scale,
         attention_soft_cap=config.attention_soft_cap,
     )
-    if not NativeStack.supports(shape, layers):
+    if not NativeStack.supports(shape, layers, ops.dtype):
         return one_by_one
     return NativeLayerStack(shape, layers, ops, one_by_one)
