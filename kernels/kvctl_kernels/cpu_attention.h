@@ -25,6 +25,8 @@ constexpr int TILE = 64;       // keys; a multiple of every VL
 constexpr int SPLIT = 256;     // keys; a multiple of TILE
 constexpr int MAX_ROWS = 96;   // query rows of a prefill task
 constexpr int FEW_QUERIES = 8; // up to this many queries a request's context is split over tasks
+constexpr int LINES_AT_ONCE = 8;  // cache lines of the next tile asked for per two keys of this one: all of them in time
+constexpr int IN_L2 = 2;          // how near they come: only some two dozen lines can be on their way to the first level
 
 struct Arguments {
     const void* query;  // [T, Hq, D], tokens query_stride elements apart
@@ -184,26 +186,56 @@ struct Runner {
         }
     }
 
-    // A tile of one KV head on its way: where its keys and values lie.
-    struct Place {
-        const uint32_t* keys[TILE];
-        const uint32_t* values[TILE];
+    // The keys and values of a tile that comes later, asked for a few lines at a time. Pages lie anywhere, so the
+    // hardware cannot guess the next one, but within a page it follows: all heads of a block, in the order of memory.
+    struct Ahead {
+        const char* caches[2];
+        const int32_t* table;
+        int64_t block_bytes, run_bytes;
+        const char* at;  // null: there is no more
+        const char* run_end;
+        int block, end, which;
+
+        void start_run() {
+            at = caches[which] + table[block] * block_bytes;
+            run_end = at + run_bytes;
+        }
+        inline __attribute__((always_inline)) void ask(int lines) {
+            for (; lines > 0 && at; lines--) {
+                __builtin_prefetch(at, 0, IN_L2);
+                at += 64;
+                if (__builtin_expect(at >= run_end, 0)) next_run();
+            }
+        }
+        __attribute__((noinline)) void next_run() {
+            which ^= 1;
+            if (!which && ++block >= end)
+                at = nullptr;
+            else
+                start_run();
+        }
     };
 
-    KV_INLINE void fetch(const uint32_t* row, int words) {
-        if (row)
-            for (int line = 0; line < words; line += 16) __builtin_prefetch(row + line);
+    // Keys [position, position + TILE) below `high` of the task's heads.
+    Ahead ahead_of(const Task& task, int position, int high) const {
+        const int64_t head_bytes = (int64_t)in.block_size * head_dim * sizeof(T);
+        const int last = position + TILE < high ? position + TILE : high;
+        Ahead a{};
+        a.caches[0] = static_cast<const char*>(in.k_cache) + task.kv_head * head_bytes;
+        a.caches[1] = static_cast<const char*>(in.v_cache) + task.kv_head * head_bytes;
+        a.table = in.block_tables + (int64_t)task.request * in.table_stride;
+        a.block_bytes = head_bytes * in.num_kv_heads;
+        a.run_bytes = head_bytes * task.num_kv_heads;
+        a.block = position / in.block_size;
+        a.end = (last - 1) / in.block_size + 1;
+        if (last > position) a.start_run();
+        return a;
     }
 
     // The values of a tile as [TILE / per_word, D] words: copied, for bfloat16 with two neighbouring keys interleaved.
-    // Pages lie anywhere, so the hardware cannot guess the next one: the lines of the next tile are asked for here, a
-    // few at a time, as only some can be under way at once.
-    void pack_values(const uint32_t* const* rows, uint32_t* out, const Place& next) const {
+    void pack_values(const uint32_t* const* rows, uint32_t* out, Ahead& ahead) const {
         for (int i = 0; i < TILE; i += E::per_word) {
-            for (int j = i; j < i + E::per_word; j++) {
-                fetch(next.keys[j], words);
-                fetch(next.values[j], words);
-            }
+            ahead.ask(LINES_AT_ONCE);
             uint32_t* to = out + (int64_t)(i / E::per_word) * head_dim;
             if constexpr (E::per_word == 1) {
                 if (rows[i])
@@ -223,7 +255,7 @@ struct Runner {
     }
 
     // Attend the task's rows to the keys of split `split`; the result goes to `b.part`.
-    void attend_split(const Task& task, int split, Buffers& b) const {
+    void attend_split(const Task& task, int split, Buffers& b, Ahead& after) const {
         const int rows = task.num_queries * group, heads = task.num_kv_heads;
         const int seq_len = in.seq_lens[task.request];
         const int query_len = in.query_start_loc[task.request + 1] - in.query_start_loc[task.request];
@@ -237,23 +269,16 @@ struct Runner {
         memset(b.part.values, 0, sizeof(float) * heads * rows * head_dim);
         const int end = (split + 1) * SPLIT < high ? (split + 1) * SPLIT : high;
         int first = split * SPLIT > low / TILE * TILE ? split * SPLIT : low / TILE * TILE;
-        Place places[2];
-        auto locate = [&](Place& place, int position, int head) {
-            rows_of(in.k_cache, table, task.kv_head + head, position, low, high, place.keys);
-            rows_of(in.v_cache, table, task.kv_head + head, position, low, high, place.values);
-        };
-        if (first < end) locate(places[0], first, 0);
-        for (int turn = 0; first < end; first += TILE) {
+        const uint32_t* keys[TILE];
+        const uint32_t* values[TILE];
+        for (; first < end; first += TILE) {
             // Which rows see the whole tile is the same question for all of them but near the ends.
             const bool whole = first + TILE - 1 <= first_own && (!in.window || first > last_own - in.window);
-            for (int head = 0; head < heads; head++, turn ^= 1) {
-                const Place& here = places[turn];
-                Place& next = places[turn ^ 1];
-                if (head + 1 < heads)
-                    locate(next, first, head + 1);
-                else
-                    locate(next, first + TILE < end ? first + TILE : high, 0);  // beyond the last: nothing
-                transpose_rows(here.keys, TILE, words, b.keys, TILE);
+            Ahead ahead = first + TILE < end ? ahead_of(task, first + TILE, high) : after;
+            for (int head = 0; head < heads; head++) {
+                rows_of(in.k_cache, table, task.kv_head + head, first, low, high, keys);
+                rows_of(in.v_cache, table, task.kv_head + head, first, low, high, values);
+                transpose_rows(keys, TILE, words, b.keys, TILE);
                 product<E, false>(b.query + (int64_t)head * rows * words, words, rows, b.keys, TILE, words, b.scores,
                                   TILE, TILE);
                 for (int r = 0; r < rows; r++) {
@@ -261,7 +286,7 @@ struct Runner {
                     softmax_row(b, r, head * rows + r, whole ? 0 : (in.window ? own - in.window + 1 - first : -1),
                                 whole ? TILE : own + 1 - first);
                 }
-                pack_values(here.values, b.values, next);
+                pack_values(values, b.values, ahead);
                 product<E, true>(reinterpret_cast<const uint32_t*>(b.weights), TILE / E::per_word, rows, b.values,
                                  head_dim, TILE / E::per_word, b.part.values + (int64_t)head * rows * head_dim, head_dim,
                                  head_dim);
@@ -323,7 +348,20 @@ struct Runner {
         }
     }
 
-    void run(const Task& task, Scratch& scratch, float* workspace, std::atomic<int32_t>* counters) const {
+    // The keys a task looks at: [begin_of, end_of), from the start of a tile.
+    int end_of(const Task& task) const {
+        const int query_len = in.query_start_loc[task.request + 1] - in.query_start_loc[task.request];
+        return in.seq_lens[task.request] - query_len + task.first_query + task.num_queries;
+    }
+    int begin_of(const Task& task) const {
+        const int first_own = end_of(task) - task.num_queries;
+        const int low = in.window && first_own - in.window + 1 > 0 ? first_own - in.window + 1 : 0;
+        return task.first_split * SPLIT > low / TILE * TILE ? task.first_split * SPLIT : low / TILE * TILE;
+    }
+
+    // `next`: the task this thread is likely to get after this one; null: none.
+    void run(const Task& task, const Task* next, Scratch& scratch, float* workspace,
+             std::atomic<int32_t>* counters) const {
         const int rows = task.num_queries * group, all = task.num_kv_heads * rows;
         Buffers b = buffers(scratch, task.num_kv_heads, rows);
         const T* base = static_cast<const T*>(in.query) +
@@ -335,7 +373,12 @@ struct Runner {
                        base + q * in.query_stride + (int64_t)h * group * head_dim, sizeof(T) * group * head_dim);
         const size_t bytes = sizeof(float) * state_floats(all, head_dim);
         for (int i = 0; i < task.num_splits; i++) {
-            attend_split(task, task.first_split + i, b);
+            Ahead after{};
+            if (i + 1 < task.num_splits)
+                after = ahead_of(task, (task.first_split + i + 1) * SPLIT, end_of(task));
+            else if (next)
+                after = ahead_of(*next, begin_of(*next), end_of(*next));
+            attend_split(task, task.first_split + i, b, after);
             if (i == 0)
                 memcpy(b.total.maximum, b.part.maximum, bytes);
             else
@@ -414,7 +457,9 @@ void run_plan(const Arguments& in, const Plan& work, int num_threads) {
     const Runner<E> runner(in);
     pool::each(num_tasks, num_threads, [&](int64_t i) {
         static thread_local Scratch scratch;
-        runner.run(work.tasks[i], scratch, workspace, counters);
+        // What this thread gets next if all are equally fast: its first tile is asked for at the end of this task.
+        const Task* next = i + num_threads < num_tasks ? &work.tasks[i + num_threads] : nullptr;
+        runner.run(work.tasks[i], next, scratch, workspace, counters);
     });
 }
 

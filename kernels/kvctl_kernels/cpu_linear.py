@@ -9,6 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvctl_kernels.cpu_memory import Arena
 from kvctl_kernels.cpu_ops import DTYPE_CODES, declare
 
 
@@ -16,7 +17,13 @@ class NativeLinear:
     """A weight [N, K] in panels of 32 outputs (see cpu_linear.h), and an optional bias [N]."""
 
     def __init__(
-        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, num_threads: int, per_word: int
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor,
+        bias: Tensor | None,
+        num_threads: int,
+        per_word: int,
+        arena: Arena,
     ) -> None:
         self._library = library
         self._dtype = weight.dtype
@@ -26,7 +33,7 @@ class NativeLinear:
         self._outputs, self._inputs = weight.shape
         self._words = self._inputs // per_word
         weight = weight.contiguous()
-        self._packed = torch.empty(library.kvctl_packed_words(self._outputs, self._words), dtype=torch.int32)
+        self._packed = arena.empty(library.kvctl_packed_words(self._outputs, self._words))
         library.kvctl_pack(weight.data_ptr(), self._outputs, self._words, self._packed.data_ptr(), num_threads)
         self._bias = None if bias is None else bias.float().contiguous()
         self._weight_address = self._packed.data_ptr()
@@ -97,6 +104,7 @@ class NativeLinears:
         declare(library)
         self._library = library
         self._threads = num_threads
+        self._arena = Arena()
 
     def can_pack(self, weight: Tensor) -> bool:
         """Whether this weight has a packed form: a bfloat16 one needs an even number of inputs."""
@@ -104,4 +112,4 @@ class NativeLinears:
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """Copy the weight into panels. The caller checks `can_pack` first."""
-        return NativeLinear(self._library, weight, bias, self._threads, 4 // weight.element_size())
+        return NativeLinear(self._library, weight, bias, self._threads, 4 // weight.element_size(), self._arena)
