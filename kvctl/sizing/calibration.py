@@ -14,8 +14,12 @@ from typing import Any
 from kvctl.errors import InvalidRequest, KvctlError
 from kvctl.model.weight_size import Parallelism
 from kvctl.sizing.memory import Overheads
-from kvctl.sizing.request import SizeRequest, size_up
+from kvctl.sizing.request import SizeAnswer, SizeRequest, size_up
 from kvctl.sizing.server_log import ServerLog
+from kvctl.units import format_bytes
+
+_BLOCK_TOLERANCE = 1.02  # printed with three figures
+_WEIGHT_TOLERANCE = 1.5  # engines count quantized and padded weights differently
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,16 @@ def calibrate(request: SizeRequest, log: ServerLog, *, source: str, learnt_on: s
         raise InvalidRequest(
             f"{source} says nothing about KV memory", hint="Give a vLLM, SGLang or kvctl start-up log or /metrics page."
         )
+    if log.given_kv_bytes is not None:
+        raise InvalidRequest(
+            f"{source} is from a run whose KV memory was set outright ({format_bytes(log.given_kv_bytes)})",
+            hint="It says nothing about overheads: give the log of a run without --kv-cache-memory-bytes.",
+        )
     asked = request_of_log(request, log)
     answer = size_up(asked)
     if answer.budget is None or answer.pool is None or answer.weights is None:
         raise InvalidRequest("this model's memory cannot be predicted, so there is nothing to calibrate")
+    _check_same_model(request, log, source, answer)
     observed = log.kv_bytes
     if observed is None and log.num_blocks is not None:
         observed = log.num_blocks * answer.pool.block_bytes
@@ -105,6 +115,21 @@ def calibrate(request: SizeRequest, log: ServerLog, *, source: str, learnt_on: s
         predicted_kv_bytes=budget.kv.value,
         observed_kv_bytes=observed,
     )
+
+
+def _check_same_model(request: SizeRequest, log: ServerLog, source: str, answer: SizeAnswer) -> None:
+    """Refuse the log of another model: its blocks or its weights are of another size."""
+    assert answer.pool is not None and answer.weights is not None
+    for what, logged, ours, tolerance in (
+        ("KV blocks", log.block_bytes, answer.pool.block_bytes, _BLOCK_TOLERANCE),
+        ("weights", log.weights_bytes, answer.weights.bytes_per_gpu, _WEIGHT_TOLERANCE),
+    ):
+        if logged is not None and ours and not 1 / tolerance <= logged / ours <= tolerance:
+            raise InvalidRequest(
+                f"{source} is from another model or setup: {what} of {format_bytes(logged)}, "
+                f"those of {request.model.id} are {format_bytes(ours)}",
+                hint="Name the MODEL that ran, with its --dtype, --tp and --quantization.",
+            )
 
 
 def calibration_file(environ: Mapping[str, str] = os.environ) -> Path:

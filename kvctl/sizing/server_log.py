@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvctl.units import GIB
+from kvctl.units import GIB, parse_bytes
 
 _NUMBER = r"([-+]?[\d,]*\.?\d+)"
 
@@ -26,6 +26,8 @@ class ServerLog:
     kv_bytes: int | None = None
     num_blocks: int | None = None
     block_size: int | None = None
+    block_bytes: int | None = None
+    given_kv_bytes: int | None = None  # asked for outright: says nothing about overheads
     kv_tokens: int | None = None
     concurrency: float | None = None
     max_model_len: int | None = None
@@ -53,7 +55,7 @@ def _int(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    return _int(text)
+    return parse_bytes(text)
 
 
 # (field, pattern, reader). The first match of a field counts, except where several ranks print it.
@@ -79,6 +81,10 @@ _LINES: tuple[tuple[str, re.Pattern[str], Any], ...] = tuple(
         ("num_blocks", r"# (?:GPU|cuda) blocks: (\d+)", _int),
         ("num_blocks", rf"KV blocks: {_NUMBER} of", _int),
         ("num_blocks", r"num_gpu_blocks=\"(\d+)\"", _int),
+        ("weights_bytes", r"Memory: weights ([\d.]+ [KMGT]?i?B)\b", _bytes),
+        ("given_kv_bytes", r"KV cache ([\d.]+ [KMGT]?i?B) \(--kv-cache-memory-bytes\)", _bytes),
+        ("given_kv_bytes", r"'kv_cache_memory_bytes': (\d+)", _int),
+        ("block_bytes", r"KV blocks: [\d,]+ of \d+ tokens, ([\d.]+ [KMGT]?i?B) each", _bytes),
         ("block_size", r"KV blocks: [\d,]+ of (\d+) tokens", _int),
         ("block_size", r"block_size=\"(\d+)\"", _int),
         ("kv_dtype", r"cache_dtype=\"(\w+)\"", str),

@@ -141,3 +141,33 @@ def test_a_log_without_memory_teaches_nothing() -> None:
 def test_overheads_that_were_not_learnt_change_nothing() -> None:
     plain, neutral = size_up(request()), size_up(request(learnt=Overheads()))
     assert plain.budget == neutral.budget
+
+
+KVCTL_LOG = """INFO 11-29 16:25:48 kvctl 0.1.0 serves /models/SmolLM2-135M-Instruct as SmolLM2-135M-Instruct
+INFO 11-29 16:25:55 Memory: weights 256.6 MiB, free now 20.7 GiB, KV cache 200.0 MiB{how}
+INFO 11-29 16:25:55 KV blocks: 568 of 16 tokens, 360.0 KiB each, 199.7 MiB in all
+INFO 11-29 16:25:55 KV cache size: 9,088 tokens, Maximum concurrency for 8,192 tokens per request: 1.11x
+"""
+
+
+def test_a_kvctl_log_is_read_in_its_own_units() -> None:
+    log = parse_server_log(KVCTL_LOG.format(how=" (--kv-cache-memory-bytes)"))
+    assert (log.engine, log.num_blocks, log.block_size, log.block_bytes) == ("kvctl", 568, 16, 360 * 1024)
+    assert log.weights_bytes == pytest.approx(134_515_008 * 2, rel=0.001)
+    assert log.given_kv_bytes == 200 << 20
+    assert parse_server_log(KVCTL_LOG.format(how="")).given_kv_bytes is None
+
+
+@pytest.mark.parametrize(
+    "text", [KVCTL_LOG.format(how=" (--kv-cache-memory-bytes)"), f"{V1_LOG}\nargs: {{'kv_cache_memory_bytes': 99}}"]
+)
+def test_kv_memory_that_was_set_outright_teaches_no_overheads(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="set outright"):
+        calibrate(request(), parse_server_log(text), source="x", learnt_on="")
+
+
+@pytest.mark.parametrize(("text", "what"), [(KVCTL_LOG.format(how=""), "KV blocks"), (V1_LOG, "weights")])
+def test_the_log_of_another_model_is_refused(text: str, what: str) -> None:
+    other = SizeRequest(model=load_model("Qwen/Qwen2.5-7B-Instruct"), hardware=find_hardware("l4"))
+    with pytest.raises(InvalidRequest, match=f"another model or setup: {what}"):
+        calibrate(other, parse_server_log(text), source="x", learnt_on="")
