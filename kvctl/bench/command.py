@@ -48,6 +48,10 @@ def run_bench(options: BenchOptions, outputs: OutputOptions) -> int:
     """
     if outputs.json_format not in ("kvctl", "vllm"):
         raise ConfigError(f"unknown format {outputs.json_format!r}", hint="One of: kvctl, vllm.")
+    if not 0 < outputs.slo_share <= 1:
+        raise ConfigError(f"--slo-share {outputs.slo_share:g} is no share", hint="Give more than 0, at most 1.")
+    if outputs.repeats < 1:
+        raise ConfigError(f"--repeats {outputs.repeats} is none", hint="Give --repeats 1 or more.")
     for path in (outputs.json_file, outputs.csv_file, outputs.html_file):
         check_writable(path)
     config = make_config(options)

@@ -42,7 +42,24 @@ def load_result(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has schema version {value['schema_version']}, this kvctl reads {SCHEMA_VERSION}")
     if "summary" not in value:
         raise ConfigError(f"{path} holds a sweep, not one run", hint="Compare files of single runs.")
+    try:
+        _touch_all(value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is damaged: the comparison stops at {error}",
+            hint="Give a file that kvctl bench --json has written.",
+        ) from None
     return value
+
+
+def _touch_all(value: Mapping[str, Any]) -> None:
+    """Look at everything that a comparison reads, without its arithmetic."""
+    _rates(value, value)
+    _warnings(value, value)
+    for name in _LATENCIES:
+        value["samples"].get(f"{name}_ms")
+        for statistic in _STATISTICS:
+            value["summary"][f"{name}_ms"][statistic]
 
 
 def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], fail_if: Sequence[str] = ()) -> dict[str, Any]:
@@ -156,14 +173,14 @@ def render_comparison(comparison: Mapping[str, Any]) -> Table:
     """The comparison as a table."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name, justify in (("", "left"), ("before", "right"), ("after", "right"), ("change", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]  # both are what rich calls a JustifyMethod
-    table.add_column("95 % interval", justify="right")
-    table.add_column("")
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # both are what rich calls a JustifyMethod
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for name, entry in comparison["metrics"].items():
         if name not in _RATES and not name.endswith(_SHOWN):
             continue
         interval = entry["ci95"]
-        told = {True: "differs", False: "no clear difference", None: ""}[entry["differs"]]
+        told = {True: "differs", False: "unclear", None: ""}[entry["differs"]]
         table.add_row(
             name if name in _RATES else f"{name} ms",
             f"{entry['before']:,.4g}",

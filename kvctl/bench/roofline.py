@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvctl.errors import KvctlError
+from kvctl.errors import ConfigError, KvctlError, ModelNotFound
 from kvctl.model.hardware import find_hardware
 from kvctl.model.weight_size import Parallelism
 from kvctl.sizing.request import SizeRequest, size_up
@@ -26,6 +26,16 @@ class RooflineConfig:
     model: str | None = None
     num_gpus: int = 1
 
+    def __post_init__(self) -> None:
+        """A name that means nothing is refused before the run, not found out after it.
+
+        Raises:
+            ConfigError: no such hardware, or no GPU at all.
+        """
+        find_hardware(self.gpu)
+        if self.num_gpus < 1:
+            raise ConfigError(f"--num-gpus {self.num_gpus} is none", hint="Give --num-gpus 1 or more.")
+
 
 def predict(config: RooflineConfig, served_model: str | None, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Predicted against measured output tokens/s, the share of the roofline, and the KV tokens needed.
@@ -34,6 +44,9 @@ def predict(config: RooflineConfig, served_model: str | None, summary: Mapping[s
     """
     try:
         return _predict(config, config.model or served_model or "", summary)
+    except ModelNotFound as error:
+        named = f"({error.hint})" if config.model is not None and error.hint else "(name it with --gpu-model)"
+        return {"text": f"no prediction: {error.message} {named}"}
     except KvctlError as error:
         return {"text": f"no prediction: {error.message}" + (f" ({error.hint})" if error.hint else "")}
 

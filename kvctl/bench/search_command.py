@@ -38,8 +38,6 @@ def run_search(config: BenchConfig, outputs: OutputOptions, progress: Progress) 
         raise ConfigError(f"nothing is known of {outputs.find!r}", hint="Write --find max-rate or --find knee.")
     if outputs.find == "max-rate" and config.report.slo is None:
         raise ConfigError("--find max-rate needs an SLO", hint="Give --slo ttft=500ms,tpot=50ms.")
-    if not 0 < outputs.slo_share <= 1 or outputs.repeats < 1:
-        raise ConfigError("--slo-share lies above 0 and up to 1, --repeats is 1 or more")
     sweep = Sweep.parse(outputs.sweep) if outputs.sweep is not None else None
     parameter: Parameter = sweep.parameter if sweep else "rate" if outputs.find == "max-rate" else "concurrency"
     most = int(max(sweep.values)) if sweep is not None and parameter == "concurrency" else 64

@@ -28,7 +28,10 @@ class RateSegment:
     def __post_init__(self) -> None:
         rates = (self.start_per_s, self.end_per_s)
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates) or not self.duration_s > 0:
-            raise ConfigError(f"no such rate: {self.start_per_s:g} to {self.end_per_s:g} for {self.duration_s:g} s")
+            raise ConfigError(
+                f"no such rate: {self.start_per_s:g} to {self.end_per_s:g} for {self.duration_s:g} s",
+                hint="Give finite rates of 0 or more, over a time above 0.",
+            )
 
     @property
     def expected(self) -> float:

@@ -139,6 +139,8 @@ def detect_format(path: Path) -> str:
         return "azure"
     if "request tokens" in header:
         return "burstgpt"
+    if not first.strip():
+        raise ConfigError(f"{path} is empty", hint="Give a file with at least one request.")
     raise ConfigError(f"{path} is of no known format", hint=f"Say which: --dataset-format {', '.join(FORMATS[1:])}.")
 
 

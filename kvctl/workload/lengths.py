@@ -27,7 +27,8 @@ class LengthSpec:
     def __post_init__(self) -> None:
         if self.low < 0 or self.high < self.low or self.mean <= 0 or self.std < 0:
             raise ConfigError(
-                f"no such lengths: {self.shape} mean {self.mean:g} std {self.std:g} [{self.low}, {self.high}]"
+                f"no such lengths: {self.shape} mean {self.mean:g} std {self.std:g} [{self.low}, {self.high}]",
+                hint="Give a mean above 0, a std of 0 or more, and low no more than high.",
             )
 
     @classmethod
@@ -42,7 +43,7 @@ class LengthSpec:
         Raises:
             ConfigError: none of these, or not above 0.
         """
-        hint = "Write 512, 256..768 (uniform) or 512+-128 (normal)."
+        hint = "Write 512, 256..768 (uniform) or 512+-128 (normal), all above 0."
         try:
             if ".." in text:
                 low, high = (int(part) for part in text.split(".."))

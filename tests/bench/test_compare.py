@@ -71,6 +71,14 @@ def test_files_that_are_no_results_are_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError):
             load_result(path)
+    for damage in ("summary", "client", "samples", "config"):
+        path.write_text(json.dumps(result_of() | {damage: {}}))
+        if damage != "samples":
+            with pytest.raises(ConfigError, match="is damaged"):
+                load_result(path)
+    path.write_text(json.dumps(result_of() | {"summary": [], "samples": None}))
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_result(path)
     with pytest.raises(ConfigError, match="cannot read"):
         load_result(tmp_path / "none.json")
     path.write_text(json.dumps(result_of()))
@@ -80,9 +88,10 @@ def test_files_that_are_no_results_are_refused(tmp_path):
 def test_the_table_shows_changes_and_failures():
     from rich.console import Console
 
-    console = Console(width=100, no_color=True)
+    console = Console(width=80, no_color=True)
     with console.capture() as captured:
         console.print(render_comparison(compare_results(result_of(), result_of(1.2, seed=2), ["ttft_p50>+10%"])))
     text = captured.get()
     assert "differs" in text
     assert "FAILED: ttft_p50>+10%" in text
+    assert "request_throughput" in text and "…" not in text

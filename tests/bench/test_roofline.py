@@ -3,6 +3,7 @@
 import pytest
 
 from kvctl.bench.roofline import RooflineConfig, predict
+from kvctl.errors import ConfigError
 from kvctl.model.hardware import find_hardware
 
 
@@ -35,13 +36,21 @@ def test_the_kv_tokens_in_flight_are_told():
     assert found["kv_tokens_held"] > 100_000
 
 
-@pytest.mark.parametrize(
-    "config", [RooflineConfig("abacus", "meta-llama/Llama-3.1-8B"), RooflineConfig("h100-sxm", "no/such-model")]
-)
-def test_what_is_not_known_leaves_the_measurement_alone(config, monkeypatch):
+def test_a_model_that_is_not_known_leaves_the_measurement_alone(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = predict(config, None, summary())
-    assert found["text"].startswith("no prediction")
+    found = predict(RooflineConfig("h100-sxm", "no/such-model"), None, summary())
+    assert found["text"].startswith("no prediction: no/such-model")
+
+
+def test_a_served_name_that_is_no_model_says_which_option_names_it(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert predict(RooflineConfig("h100-sxm"), "my-alias", summary())["text"].endswith("(name it with --gpu-model)")
+
+
+@pytest.mark.parametrize(("gpu", "count"), [("abacus", 1), ("l4", 0)])
+def test_hardware_that_is_not_known_is_refused_before_the_run(gpu, count):
+    with pytest.raises(ConfigError):
+        RooflineConfig(gpu, None, count)
 
 
 def test_a_run_that_tells_too_little_is_not_predicted():

@@ -95,6 +95,8 @@ def test_a_timed_dataset_is_replayed_and_an_untimed_one_runs_in_a_closed_loop(tm
         {"input_tokens": "0"},
         {"think": "long"},
         {"ramp": "x"},
+        {"gpu": "no such card"},
+        {"gpu": "l4", "num_gpus": 0},
     ],
 )
 def test_impossible_options_are_refused(options):

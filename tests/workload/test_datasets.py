@@ -137,7 +137,7 @@ def test_texts_of_a_trace_are_made_as_they_are_needed(tmp_path):
         ("s.json", '[{"conversations": [{"from": "human"}]}]', "conversation 1"),
         ("s.json", "[]", "holds no requests"),
         ("x.txt", "hello", "no known format"),
-        ("x.txt", "", "no known format"),
+        ("x.txt", "", "is empty"),
     ],
 )
 def test_a_broken_file_is_refused_with_the_place(tmp_path, name, text, told):
