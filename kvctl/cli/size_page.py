@@ -82,9 +82,13 @@ def page(options: SizeOptions, findings: Findings) -> Iterable[Text | Table]:
     if findings.choices:
         yield Text()
         yield choices_table(findings.choices, marks)
-    if findings.recommended is not None:
+    if options.recommend:
         yield Text()
-        yield from recommended_part(findings.recommended)
+        if findings.recommended is not None:
+            yield from recommended_part(findings.recommended)
+        else:
+            where = answer.request.hardware.id if answer.request.hardware else "the known GPUs"
+            yield Text(f"Recommended: nothing. Not even 8 x {where} would do.", style="bold red")
     if findings.advice:
         yield Text()
         yield Text("What to change first", style="bold")

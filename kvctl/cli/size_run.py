@@ -14,7 +14,7 @@ from kvctl.model.weight_size import Parallelism
 from kvctl.sizing.advice import advise
 from kvctl.sizing.json_report import answer_json, choice_json, offload_json, users_json
 from kvctl.sizing.offload import OffloadReport, offload_report
-from kvctl.sizing.recommend import Choice, Demand, compare, recommend
+from kvctl.sizing.recommend import Choice, Demand, compare, recommend, seat
 from kvctl.sizing.request import SizeAnswer, SizeRequest, size_up
 from kvctl.sizing.sized_model import load_model
 from kvctl.sizing.speed import SpeedModel, SpeedReport
@@ -124,7 +124,10 @@ def find_out(options: SizeOptions) -> Findings:
         recommended = recommend(request, demand, machines)
         if recommended is not None:
             request = recommended.request
-    answer = size_up(request)
+    asked_seats = request.max_num_seqs
+    request, answer = seat(request, demand)
+    if request.max_num_seqs != asked_seats:
+        notes.append(f"--max-num-seqs {request.max_num_seqs} is taken: the default has fewer seats than users.")
     if options.max_model_len in AUTO_LENGTHS and answer.capacity is not None and answer.capacity.max_context_tokens:
         request = replace(request, max_model_len=answer.capacity.max_context_tokens)
         answer = size_up(request)

@@ -66,7 +66,11 @@ def _to_fit(answer: SizeAnswer) -> list[str]:
 def _to_meet(answer: SizeAnswer, demand: Demand, users: UsersFit) -> list[str]:
     """What makes so many users fit, and what comes nearest."""
     lines = []
-    if users.max_context_tokens > 0 and users.max_users < users.users:
+    seats = answer.request.max_num_seqs
+    if seats is not None and seats < users.users:
+        if choose(replace(answer.request, max_num_seqs=users.users), demand, "").fits:
+            lines.append(f"--max-num-seqs {users.users} fits.")
+    elif users.max_context_tokens > 0 and users.max_users < users.users:
         lines.append(f"{users.users:,} users fit with {users.max_context_tokens:,} tokens each.")
     fp8 = _with_fp8(answer)
     if fp8 is not None:

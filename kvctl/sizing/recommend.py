@@ -70,11 +70,24 @@ def choose(request: SizeRequest, demand: Demand, label: str) -> Choice:
     hardware = request.hardware
     cost = price(hardware, request.parallel.gpus * request.parallel.data) if hardware else None
     try:
-        answer = size_up(request if context is None else replace(request, max_model_len=context))
+        request, answer = seat(request if context is None else replace(request, max_model_len=context), demand)
     except KvctlError as error:
         return Choice(label, request, None, None, cost, error.message)
     fit = users_fit(answer, demand.users, context or answer.limits.max_model_len, demand.shared_tokens)
     return Choice(label, request, answer, fit, cost)
+
+
+def seat(request: SizeRequest, demand: Demand) -> tuple[SizeRequest, SizeAnswer]:
+    """Answer with enough seats (max_num_seqs) for the users, unless the user has said how many there are.
+
+    Raises:
+        KvctlError: as `size_up`.
+    """
+    answer = size_up(request)
+    if request.max_num_seqs is None and answer.limits.max_num_seqs < demand.users:
+        request = replace(request, max_num_seqs=demand.users)
+        answer = size_up(request)
+    return request, answer
 
 
 def compare(

@@ -40,10 +40,11 @@ def users_fit(answer: SizeAnswer, users: int, context: int, shared: int = 0) -> 
         return None
     limits = answer.limits
     usable = capacity.usable_blocks
+    seats = answer.request.max_num_seqs  # None: the engine's default, which a flag raises
     if capacity.pool.rules.name == "ideal" or not capacity.pool.groups:
         many = int(capacity.max_concurrency * capacity.max_model_len / max(1, context - shared))
         slots = capacity.state_slots if capacity.state_slots is not None else many
-        fitting = min(many, slots)
+        fitting = min(many, slots) if seats is None else min(many, slots, seats)
         return UsersFit(users, context, shared, 0, usable, fitting, users <= fitting, context)
     needed = blocks_for_users(capacity, limits, users, context, shared)
     low, high = 0, max(users, usable) + 1
@@ -54,6 +55,7 @@ def users_fit(answer: SizeAnswer, users: int, context: int, shared: int = 0) -> 
         else:
             high = middle - 1
     most = low if capacity.state_slots is None else min(low, capacity.state_slots)
+    most = most if seats is None else min(most, seats)
     own = usable // users if not shared else (usable - _blocks(capacity, limits, shared)) // users
     longest = longest_request(capacity.pool, own, limits, 1 << 24) + (shared if shared else 0)
     return UsersFit(users, context, shared, needed, usable, most, users <= most and needed <= usable, longest)

@@ -166,3 +166,24 @@ def test_advice_for_too_many_users_is_about_that_many_users() -> None:
 def test_advice_for_kvctl_says_which_changes_are_not_its_own() -> None:
     lines = advise(size_up(request("meta-llama/Llama-3.1-70B-Instruct", "h100")))
     assert "--tensor-parallel-size 4 fits. With vllm serve: kvctl serve splits and quantizes no weights." in lines
+
+
+def test_users_need_seats_and_not_only_memory() -> None:
+    """Twenty fit into the memory; with four seats four run at once."""
+    for seats, fits in ((None, True), (4, False), (20, True)):
+        answer = size_up(request("Qwen/Qwen2.5-7B-Instruct", "l4", max_model_len=2000, max_num_seqs=seats))
+        fit = users_fit(answer, 20, 2000)
+        assert fit is not None and fit.fits is fits
+        assert fit.max_users == (4 if seats == 4 else 20 if seats == 20 else fit.max_users)
+
+
+def test_advice_for_too_few_seats_is_more_seats() -> None:
+    answer = size_up(request("Qwen/Qwen2.5-7B-Instruct", "l4", max_model_len=2000, max_num_seqs=4))
+    assert advise(answer, Demand(20, 2000), users_fit(answer, 20, 2000)) == ["--max-num-seqs 20 fits."]
+
+
+def test_a_command_has_a_seat_for_every_user() -> None:
+    choice = choose(request("Qwen/Qwen2.5-0.5B-Instruct", "h100"), Demand(2000, 512), "h100")
+    assert choice.fits
+    words = serve_command(choice, "kvctl serve").split()
+    assert int(words[words.index("--max-num-seqs") + 1]) >= 2000
