@@ -50,6 +50,7 @@ VARIANTS: tuple[tuple[str, int, str, dict[str, Any], dict[str, str]], ...] = (
     ("paged_decode", 256, "window", {"HAS_WINDOW": True}, {}),
     ("paged_decode", 128, "window cap", {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
     ("paged_prefill", 128, "shared prefix", {"CAUSAL": False, "WRITE_LSE": True}, {"lse_ptr": "fp32"}),
+    ("paged_prefill", 128, "window", {"HAS_WINDOW": True}, {}),
     ("paged_prefill", 256, "window", {"HAS_WINDOW": True}, {}),
     ("paged_prefill", 128, "window cap", {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
 )
@@ -248,12 +249,12 @@ def _variant_cases(arch: Arch) -> Iterator[Case]:
     plain = {(case.kernel, *case.label.split()[:2]): case for case in _attention_cases(arch)}
     for kernel, head_dim, label, constants, pointers in VARIANTS:
         case = plain[kernel, f"D{head_dim}", "bf16"]
-        yield replace(
-            case,
-            label=f"{case.label} {label}",
-            constants=case.constants | constants,
-            pointers=case.pointers | pointers,
-        )
+        name, constants = case.label, case.constants | constants
+        if kernel == "paged_prefill" and constants["HAS_WINDOW"]:
+            rows = prefill_config(arch, head_dim, 2, GROUP, has_window_or_cap=True).block_m
+            name = name.replace(f"M{constants['BLOCK_M']} ", f"M{rows} ")
+            constants["BLOCK_M"] = rows
+        yield replace(case, label=f"{name} {label}", constants=constants, pointers=case.pointers | pointers)
 
 
 def cases(archs: tuple[Arch, ...] = ARCHS) -> list[Case]:

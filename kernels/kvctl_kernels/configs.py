@@ -63,12 +63,16 @@ def decode_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atten
     return AttentionConfig(block_m, 32 if small_shared else 64, 4, 5)
 
 
-def prefill_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> AttentionConfig:
-    """Configuration of `paged_prefill`."""
+def prefill_config(
+    arch: Arch, head_dim: int, kv_bytes: int, group: int, *, has_window_or_cap: bool = False
+) -> AttentionConfig:
+    """Configuration of `paged_prefill`; windows and soft caps take registers."""
     minimum = max(MIN_ROWS, next_power_of_2(group))
     wide = head_dim > 128
     if arch == "gfx942":
-        return AttentionConfig(max(minimum, 64 if wide else 128), 32 if wide or kv_bytes == 4 else 64, 8, 1)
+        return AttentionConfig(
+            max(minimum, 64 if wide or has_window_or_cap else 128), 32 if wide or kv_bytes == 4 else 64, 8, 1
+        )
     if kv_bytes == 4:
         return AttentionConfig(max(minimum, 32 if wide else 64), 16 if wide else 32, 8, 2)
     # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
@@ -79,7 +83,7 @@ def prefill_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atte
         return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, 2)
     if head_dim > 64:
         masked = head_dim != next_power_of_2(head_dim)  # so are the masks of a padded head
-        rows = 64 if few_registers and (kv_bytes == 1 or masked) else 128
+        rows = 64 if few_registers and (kv_bytes == 1 or masked or has_window_or_cap) else 128
         return AttentionConfig(max(minimum, rows), 32 if arch == "sm_120" else 64, 8, 3)
     return AttentionConfig(max(minimum, 128), 64, 8, 3)
 
