@@ -205,7 +205,12 @@ def _validate(request: SizeRequest) -> None:
         ("decode-context-parallel-size", request.context_parallel),
     ):
         if value is not None and not 1 <= value <= 1 << 40:
-            raise ConfigError(f"--{option} is {value:,}", hint="Give a whole number of 1 or more.")
+            raise ConfigError(
+                f"--{option} is {value:,}",
+                hint="Give a whole number of 1 or more, at most 2 to the 40."
+                if value > 1
+                else "Give a whole number of 1 or more.",
+            )
     if request.utilization is not None and not 0 < request.utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization is {request.utilization}", hint="Give a share over 0, at most 1.")
     if not 0 <= request.prefix_share < 1:
