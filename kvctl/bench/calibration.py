@@ -11,7 +11,7 @@ from time import perf_counter
 import httpx
 
 from kvctl.bench.client import ClientConfig
-from kvctl.bench.load_process import LoadJob, run_load
+from kvctl.bench.load_process import LoadJob, run_aside
 from kvctl.bench.mock_process import start_mock_process
 from kvctl.bench.mock_script import MockScript
 from kvctl.bench.run_config import LoadConfig, RequestConfig
@@ -40,7 +40,7 @@ def calibrate(concurrency: int, *, num_workers: int = 1) -> Calibration:
     script = MockScript(ttft_s=_TTFT_S, gap_s=gap_s, tokens=_TOKENS)
     with start_mock_process(script) as url:
         job = calibration_job(url, concurrency)
-        measured = run_load(job, num_workers=num_workers)
+        measured = run_aside(job, num_workers=num_workers)
         try:
             log = httpx.get(f"{url}/mock/log", timeout=20, trust_env=False).json()
         except httpx.HTTPError as error:

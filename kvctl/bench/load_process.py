@@ -64,6 +64,19 @@ def run_load(job: LoadJob, *, num_workers: int = 1, watch: Watch | None = None) 
     return _run_in_processes(job, num_workers)
 
 
+def run_aside(job: LoadJob, *, num_workers: int = 1) -> Measurements:
+    """Run a load that only prepares the measured one (calibration, warm-up): Ctrl-C in it ends everything.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted; nothing has been measured that could be kept.
+        KvctlError: a worker process failed.
+    """
+    measured = run_load(job, num_workers=num_workers)
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    return measured
+
+
 def _run_here(job: LoadJob, start_s: float | None, watch: Watch | None) -> Measurements:
     async def main() -> Measurements:
         loop = asyncio.get_running_loop()

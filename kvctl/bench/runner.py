@@ -13,7 +13,7 @@ from kvctl import __version__
 from kvctl.bench.calibration import calibrate
 from kvctl.bench.client import ClientConfig
 from kvctl.bench.collector import Measurements
-from kvctl.bench.load_process import LoadJob, Watch, run_load
+from kvctl.bench.load_process import LoadJob, Watch, run_aside, run_load
 from kvctl.bench.preflight import Preflight, PreflightClient
 from kvctl.bench.result import build_result, build_summary
 from kvctl.bench.roofline import RooflineConfig, predict
@@ -196,7 +196,7 @@ def _warm_up(job: LoadJob, load: LoadConfig) -> None:
         is_finite=load.is_finite,
         seed=load.seed + 1_000_003,  # other prompts than those measured
     )
-    run_load(replace(job, load=warm, id_prefix=f"{job.id_prefix}-warmup"))
+    run_aside(replace(job, load=warm, id_prefix=f"{job.id_prefix}-warmup"))
 
 
 def _config_as_json(config: BenchConfig, prepared: Prepared, summary: Mapping[str, Any]) -> dict[str, Any]:

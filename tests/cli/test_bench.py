@@ -185,6 +185,31 @@ def test_ctrl_c_keeps_what_was_measured_and_marks_it(tmp_path):
     assert "Traceback" not in err
 
 
+def test_ctrl_c_during_the_self_calibration_ends_the_command(server):
+    """It ends everything, not the calibration alone; the line on stderr says that the calibration has begun."""
+    command = [sys.executable, "-u", "-m", "kvctl", "bench", server, "-c", "2", "-d", "60s"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "calibrating" not in (process.stderr.readline() or "calibrating"):
+        pass
+    time.sleep(1.2)  # into its load, which takes a second after a scripted server has started
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "TTFT" not in out
+
+
+def test_a_load_that_only_prepares_the_measured_one_hands_ctrl_c_on(monkeypatch):
+    from kvctl.bench import load_process
+    from kvctl.bench.collector import Measurements
+
+    interrupted = Measurements()
+    interrupted.interrupted = True
+    monkeypatch.setattr(load_process, "run_load", lambda job, num_workers: interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_process.run_aside(None)
+
+
 def test_a_server_that_dies_in_mid_run_leaves_a_result(tmp_path):
     path = tmp_path / "r.json"
     import httpx
