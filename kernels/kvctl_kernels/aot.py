@@ -249,12 +249,20 @@ def _variant_cases(arch: Arch) -> Iterator[Case]:
     plain = {(case.kernel, *case.label.split()[:2]): case for case in _attention_cases(arch)}
     for kernel, head_dim, label, constants, pointers in VARIANTS:
         case = plain[kernel, f"D{head_dim}", "bf16"]
-        name, constants = case.label, case.constants | constants
-        if kernel == "paged_prefill" and constants["HAS_WINDOW"]:
-            rows = prefill_config(arch, head_dim, 2, GROUP, has_window_or_cap=True).block_m
-            name = name.replace(f"M{constants['BLOCK_M']} ", f"M{rows} ")
-            constants["BLOCK_M"] = rows
-        yield replace(case, label=f"{name} {label}", constants=constants, pointers=case.pointers | pointers)
+        constants = case.constants | constants
+        if kernel == "paged_prefill":
+            config = prefill_config(arch, head_dim, 2, GROUP, is_special=True)
+        else:
+            config = decode_config(arch, head_dim, 2, GROUP)
+        shape = f"M{config.block_m} N{config.block_n} w{config.num_warps} s{config.num_stages}"
+        yield replace(
+            case,
+            label=f"D{head_dim} bf16 {shape} {label}",
+            constants=constants | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n},
+            pointers=case.pointers | pointers,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
 
 
 def cases(archs: tuple[Arch, ...] = ARCHS) -> list[Case]:

@@ -64,15 +64,15 @@ def decode_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atten
 
 
 def prefill_config(
-    arch: Arch, head_dim: int, kv_bytes: int, group: int, *, has_window_or_cap: bool = False
+    arch: Arch, head_dim: int, kv_bytes: int, group: int, *, is_special: bool = False
 ) -> AttentionConfig:
-    """Configuration of `paged_prefill`; windows and soft caps take registers."""
+    """Configuration of `paged_prefill`. `is_special`: a window, a soft cap or no causality, which take registers."""
     minimum = max(MIN_ROWS, next_power_of_2(group))
     wide = head_dim > 128
+    masked = head_dim != next_power_of_2(head_dim)  # the masks of a padded head take registers too
     if arch == "gfx942":
-        return AttentionConfig(
-            max(minimum, 64 if wide or has_window_or_cap else 128), 32 if wide or kv_bytes == 4 else 64, 8, 1
-        )
+        rows = 64 if wide or masked or is_special else 128
+        return AttentionConfig(max(minimum, rows), 32 if wide or kv_bytes == 4 else 64, 8, 1)
     if kv_bytes == 4:
         return AttentionConfig(max(minimum, 32 if wide else 64), 16 if wide else 32, 8, 2)
     # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
@@ -80,10 +80,12 @@ def prefill_config(
     if wide:
         if arch == "sm_120" and kv_bytes == 1:
             return AttentionConfig(max(minimum, 64), 16, 8, 2)  # 32 keys at a time spill there
-        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, 2)
+        stages = 3 if arch == "sm_100" and kv_bytes == 2 else 2  # two spill there
+        return AttentionConfig(max(minimum, 32 if few_registers and kv_bytes == 1 else 64), 32, 8, stages)
     if head_dim > 64:
-        masked = head_dim != next_power_of_2(head_dim)  # so are the masks of a padded head
-        rows = 64 if few_registers and (kv_bytes == 1 or masked or has_window_or_cap) else 128
+        if few_registers and is_special and kv_bytes == 2:
+            return AttentionConfig(max(minimum, 64), 32, 4, 3)
+        rows = 64 if few_registers and (kv_bytes == 1 or masked) else 128
         return AttentionConfig(max(minimum, rows), 32 if arch == "sm_120" else 64, 8, 3)
     return AttentionConfig(max(minimum, 128), 64, 8, 3)
 

@@ -322,8 +322,8 @@ class TritonOps:
         group = num_heads // num_kv_heads
         if out is None:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        has_extras = window is not None or soft_cap is not None
-        config = prefill_config(self.arch, head_dim, k_cache.element_size(), group, has_window_or_cap=has_extras)
+        is_special = window is not None or soft_cap is not None or not causal
+        config = prefill_config(self.arch, head_dim, k_cache.element_size(), group, is_special=is_special)
         num_requests = seq_lens.shape[0]
         blocks = num_query_tokens // (config.block_m // group) + num_requests
         k_pages, kind = self._pages(k_cache)
