@@ -77,6 +77,10 @@ def run_aside(job: LoadJob, *, num_workers: int = 1) -> Measurements:
     return measured
 
 
+# uvloop ends a TLS connection, a refused one too, over several turns of the loop; closing the loop before is an error.
+_TLS_FAREWELL_S = 0.2
+
+
 def _run_here(job: LoadJob, start_s: float | None, watch: Watch | None) -> Measurements:
     async def main() -> Measurements:
         loop = asyncio.get_running_loop()
@@ -104,6 +108,8 @@ def _run_here(job: LoadJob, start_s: float | None, watch: Watch | None) -> Measu
                 await asyncio.gather(watching, return_exceptions=True)
             client.close()
             timer.close()
+            if job.client.url.startswith("https:"):
+                await asyncio.sleep(_TLS_FAREWELL_S)
 
     loop = new_event_loop()
     try:

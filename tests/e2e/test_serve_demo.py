@@ -1,6 +1,5 @@
 """The demo model behind the API, as a newcomer meets it."""
 
-import os
 from pathlib import Path
 
 import httpx
@@ -40,10 +39,9 @@ def test_a_follow_up_finds_the_conversation_in_the_prefix_cache(demo):
 
 
 def test_the_prompt_is_what_transformers_makes_of_it(demo, demo_folder):
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(demo_folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(demo_folder), local_files_only=True)
     expected = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)["input_ids"]
     answer = httpx.post(f"{demo.url}/tokenize", json={"messages": QUESTION}).json()
     assert answer["tokens"] == expected and answer["max_model_len"] == 2000

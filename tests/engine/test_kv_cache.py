@@ -69,5 +69,5 @@ def test_bytes_allocated_are_those_that_size_predicts_from_the_config(tiny, tiny
     )
     layers_in_a_block = max(len(group.layer_indices) for group in engine.core.scheduler.kv_cache_manager.groups)
     per_layer = {spec.bytes_per_token for spec in specs}
-    assert len(specs) == len(engine.core.runner._model._layers)
+    assert len(specs) == engine.core.runner._model.config.num_layers
     assert engine.info.kv_cache_bytes == 200 * 16 * layers_in_a_block * per_layer.pop() and not per_layer

@@ -59,11 +59,11 @@ CASES = [
     (CHAT, {"messages": HI * 257}, 400, BAD, "messages", "257 messages"),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 257}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 600}]},
         400,
         BAD,
         "messages",
-        "257 parts",
+        "600 parts",
     ),
     (COMPLETIONS, {"prompt": "a", "bad_words": [""]}, 400, BAD, "bad_words", "empty"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400, BAD, "logit_bias", "'x'"),
