@@ -75,7 +75,7 @@ def test_the_configuration_and_what_came_of_it_cross_unchanged():
 def test_steps_cross_unchanged():
     logprobs = TokenLogprobs([1, 2], [-0.5, float("-inf")], 7)
     outputs = [
-        EngineOutput("a", [1, 2], FinishReason.STOP, "END", logprobs, [None, logprobs], 3, 4, "why"),
+        EngineOutput("a", [1, 2], FinishReason.STOP, "END", logprobs, [None, logprobs], 3, 4),
         EngineOutput("b", [1], FinishReason.LENGTH, 99),
         EngineOutput("c", []),
     ]
