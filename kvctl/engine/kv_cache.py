@@ -6,11 +6,11 @@ group's block table. Invariants: block 0 is the null block and reads as zeros un
 touched only when a block is first written, so that a large cache costs nothing at start. Floor 2.
 """
 
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +41,9 @@ def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     count = torch.Size(shape).numel() * dtype.itemsize
     if device.type != "cpu":
         return torch.zeros(count, dtype=torch.uint8, device=device).view(dtype).view(shape)
-    # numpy asks the kernel for zero pages (calloc): zeros without writing them. torch.zeros writes them all.
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)
+    # Pages straight from the kernel are zeros without being written, and cost nothing until they are. torch.zeros
+    # writes them all; calloc does when it hands out memory that was used before.
+    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def allocate_kv_cache(
