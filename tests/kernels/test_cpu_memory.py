@@ -37,14 +37,16 @@ def test_tensors_are_whole_and_share_no_cache_line():
 
 def test_a_mapping_goes_with_its_last_tensor():
     arena = Arena()
+    half = 1 << 29  # other tests' leftovers may go meanwhile: half of it tells there from gone
+    gc.collect()
     before = mapped_bytes()
     kept = arena.empty(1 << 28)  # 1 GiB of addresses, no memory until written
-    assert mapped_bytes() - before >= 1 << 30
+    assert mapped_bytes() - before > half
     view = kept[5:6]
     del kept
     gc.collect()
     view.fill_(3)
-    assert view.item() == 3 and mapped_bytes() - before >= 1 << 30
+    assert view.item() == 3 and mapped_bytes() - before > half
     del view
     gc.collect()
     assert mapped_bytes() - before < 1 << 30
