@@ -207,10 +207,6 @@ class TritonOps:
         """x [T, 2 * I], gate first: gelu_tanh(gate) * up."""
         return self._gate(x, gelu=True)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Index of the largest logit of each row [R, V]: int64 [R]."""
-        return logits.argmax(dim=-1)
-
     # ---- attention ----
 
     def paged_attention(
