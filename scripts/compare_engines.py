@@ -47,11 +47,6 @@ IN_PROCESS = Path(__file__).parent / "in_process_load.py"
 KV_CACHE_GIB = 2
 READY_LIMIT_S = 300
 MARKS = ("<!-- begin results -->\n", "<!-- end results -->")
-VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by default it keeps a core for itself
-    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +175,7 @@ def known_engines(model: Path) -> list[Engine]:
     return [
         Engine("kvctl", None, kvctl_serve, {}),
         Engine("kvctl, in process", None, None, {}, model=model),
-        Engine("vLLM", first_missing(vllm / "bin" / "vllm"), vllm_serve, VLLM_ENVIRONMENT),
+        Engine("vLLM", first_missing(vllm / "bin" / "vllm"), vllm_serve, vllm_environment(vllm)),
         Engine("llama.cpp", first_missing(llama, gguf), llama_server, {}),
         Engine(
             "OpenVINO GenAI, in process",
@@ -191,6 +186,24 @@ def known_engines(model: Path) -> list[Engine]:
             ov_model,
         ),
     ]
+
+
+def peer_environment() -> dict[str, str]:
+    """Ours without what slows a current OpenBLAS down, and without a model hub."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
+    return {**kept, "HF_HUB_OFFLINE": "1"}
+
+
+def vllm_environment(venv: Path) -> dict[str, str]:
+    """All cores for the model, and the allocator and the OpenMP its documentation asks for, where they are."""
+    preloaded = [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"), venv / "lib" / "libiomp5.so"]
+    found = ":".join(str(path) for path in preloaded if path.exists())
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by default it keeps a core for itself
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "LD_PRELOAD": found,
+    }
 
 
 def free_port() -> int:
@@ -218,7 +231,7 @@ def run_served(engine: Engine, loads: tuple[Load, ...], runs: int, folder: Path)
     assert engine.command is not None
     port = free_port()
     log = folder / f"{engine.name}.log"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **engine.environment}
+    environment = {**peer_environment(), **engine.environment}
     started_s = time.monotonic()
     with log.open("wb") as output:
         server = subprocess.Popen(engine.command(port), stdout=output, stderr=output, env=environment)
@@ -286,12 +299,18 @@ def run_in_process(engine: Engine, loads: tuple[Load, ...], runs: int, folder: P
             numbers = [load.concurrency, load.num_requests, load.input_tokens, load.output_tokens]
             command = [engine.python, str(IN_PROCESS), engine.name.split(",")[0].split()[0].lower(), str(engine.model)]
             done = subprocess.run(
-                [*command, *map(str, numbers), str(KV_CACHE_GIB)], capture_output=True, text=True, check=False
+                [*command, *map(str, numbers), str(KV_CACHE_GIB)],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=peer_environment(),
             )
             if done.returncode != 0:
                 raise RuntimeError(done.stderr.strip()[-500:])
             measured = json.loads(done.stdout.splitlines()[-1])
             result.output_rates.setdefault(load.name, []).append(measured["output_tokens_per_s"])
+            if measured["ttft_p50_ms"] is not None:
+                result.ttft_ms.setdefault(load.name, []).append(measured["ttft_p50_ms"])
             result.ready_s = measured["ready_s"]
             result.rss_bytes = max(result.rss_bytes, measured["rss_bytes"])
     return result

@@ -2,21 +2,32 @@
 
     in_process_load.py kvctl|openvino MODEL CONCURRENCY REQUESTS INPUT OUTPUT KV_GIB
 
-All requests are given at once and at most CONCURRENCY run: as one ends the next begins, like a closed loop of that
-many clients. Imports nothing of kvctl for openvino, so that it runs in that engine's own environment.
+At most CONCURRENCY requests run: as one ends the next begins, a closed loop of that many clients. Imports nothing of
+kvctl for openvino, so that it runs in that engine's own environment. Only for openvino, which cannot be asked over
+HTTP, the time from a request's beginning to its first token is taken here too.
 """
 
 import json
 import random
 import resource
+import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 
 
-def kvctl_load(
-    model: str, concurrency: int, prompts: list[list[int]], output_tokens: int, kv_gib: int
-) -> tuple[float, float, int]:
-    """Run with kvctl; returns (seconds to ready, seconds of the load, output tokens)."""
+@dataclass
+class Measured:
+    """`ttft_s` of each request, where it was taken."""
+
+    ready_s: float
+    load_s: float
+    num_tokens: int
+    ttft_s: list[float] = field(default_factory=list)
+
+
+def kvctl_load(model: str, concurrency: int, prompts: list[list[int]], output_tokens: int, kv_gib: int) -> Measured:
+    """Run with kvctl: all are given at once, `max_num_seqs` holds the others back."""
     from kvctl import LLM, SamplingParams
 
     started = time.perf_counter()
@@ -31,12 +42,11 @@ def kvctl_load(
     llm.generate([prompts[0][:8]], params)
     ready = time.perf_counter()
     results = llm.generate(prompts, params)
-    return ready - started, time.perf_counter() - ready, sum(len(result.token_ids) for result in results)
+    load_s = time.perf_counter() - ready
+    return Measured(ready - started, load_s, sum(len(result.token_ids) for result in results))
 
 
-def openvino_load(
-    model: str, concurrency: int, prompts: list[list[int]], output_tokens: int, kv_gib: int
-) -> tuple[float, float, int]:
+def openvino_load(model: str, concurrency: int, prompts: list[list[int]], output_tokens: int, kv_gib: int) -> Measured:
     """The same with OpenVINO GenAI's continuous batching."""
     import numpy
     import openvino
@@ -50,20 +60,33 @@ def openvino_load(
     scheduler.enable_prefix_caching = False
     pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU")
 
-    def run(some: list[list[int]]) -> int:
+    def run(some: list[list[int]]) -> tuple[int, list[float]]:
         config = openvino_genai.GenerationConfig(max_new_tokens=output_tokens, ignore_eos=True, do_sample=False)
-        handles = [
-            pipeline.add_request(index, openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
-            for index, prompt in enumerate(some)
-        ]
-        while pipeline.has_non_finished_requests():
+        waiting = list(enumerate(some))
+        running: list[tuple[float, bool, openvino_genai.GenerationHandle]] = []  # begun at, has a token
+        count, ttft_s = 0, []
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                index, prompt = waiting.pop(0)
+                tokens = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
+                running.append((time.perf_counter(), False, pipeline.add_request(index, tokens, config)))
             pipeline.step()
-        return sum(len(output.generated_ids) for handle in handles for output in handle.read_all())
+            now, going_on = time.perf_counter(), []
+            for begun, has_token, handle in running:
+                if handle.can_read():
+                    count += sum(len(output.generated_ids) for output in handle.read().values())
+                    if not has_token:
+                        ttft_s.append(now - begun)
+                        has_token = True
+                if handle.get_status() == openvino_genai.GenerationStatus.RUNNING:
+                    going_on.append((begun, has_token, handle))
+            running = going_on
+        return count, ttft_s
 
     run([prompts[0][:8]])
     ready = time.perf_counter()
-    count = run(prompts)
-    return ready - started, time.perf_counter() - ready, count
+    count, ttft_s = run(prompts)
+    return Measured(ready - started, time.perf_counter() - ready, count, ttft_s)
 
 
 def main() -> None:
@@ -73,12 +96,21 @@ def main() -> None:
     rng = random.Random(0)
     prompts = [[rng.randrange(1000, 20_000) for _ in range(input_tokens)] for _ in range(num_requests)]
     load = {"kvctl": kvctl_load, "openvino": openvino_load}[engine]
-    ready_s, load_s, count = load(model, concurrency, prompts, output_tokens, kv_gib)
+    measured = load(model, concurrency, prompts, output_tokens, kv_gib)
     expected = num_requests * output_tokens
-    if count != expected:
-        sys.exit(f"{count} tokens came, not {expected}")
+    if measured.num_tokens != expected:
+        sys.exit(f"{measured.num_tokens} tokens came, not {expected}")
     peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(json.dumps({"ready_s": ready_s, "output_tokens_per_s": count / load_s, "rss_bytes": max(peaks) * 1024}))
+    print(
+        json.dumps(
+            {
+                "ready_s": measured.ready_s,
+                "output_tokens_per_s": measured.num_tokens / measured.load_s,
+                "ttft_p50_ms": statistics.median(measured.ttft_s) * 1000 if measured.ttft_s else None,
+                "rss_bytes": max(peaks) * 1024,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
