@@ -12,6 +12,7 @@ Free queue, front to back: blocks without content (last freed first), then cache
 first, the tail of a chain before its head). Everything here is O(1) per block.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvctl.errors import ConfigError, InvariantViolation
@@ -116,7 +117,8 @@ class BlockPool:
         self._free = FreeBlockQueue(self.blocks[1:])
         self._cached: dict[bytes, Block] = {}  # the first block registered under a key
         self._twins: dict[bytes, dict[int, Block]] = {}  # further blocks with the same content
-        self._evicted: dict[bytes, None] = {}  # keys of the last evictions, oldest first, at most num_blocks
+        # Keys of the last evictions, oldest first, at most num_blocks. Its front goes in O(1); a dict's does not.
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def num_free_blocks(self) -> int:
@@ -236,7 +238,7 @@ class BlockPool:
         if key not in self._cached:
             self._evicted[key] = None
             if len(self._evicted) > self.num_blocks:
-                del self._evicted[next(iter(self._evicted))]
+                self._evicted.popitem(last=False)
 
     def reset_cache(self) -> bool:
         """Forget all cached content. Does nothing and returns False while any block is referenced."""

@@ -12,7 +12,7 @@ Invariant: a block is referenced once per table that holds it (`check_integrity`
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from kvctl.core.block_hash import BlockHasher
@@ -279,9 +279,15 @@ class KVCacheManager:
         holding.num_registered = min(num_full, holding.num_registered)
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of a request, tails first. A request without blocks is fine."""
+        """Give back all blocks of a request, tails first. A request without blocks is fine.
+
+        Tokens that became known after they were scheduled may have filled a block: it stays findable too.
+        """
         holding = self._holdings.pop(request.request_id, None)
         if holding is not None:
+            if self._caching:
+                known = min(request.num_computed_tokens, len(request.token_ids))
+                self._register_full_blocks(request, holding, known)
             for table in holding.tables:
                 self.pool.free(reversed(table))
         request.allocated_tokens = 0
@@ -289,6 +295,11 @@ class KVCacheManager:
     def block_tables(self, request: Request) -> BlockTables:
         """Block ids per group, copied; the null block where a window has passed."""
         return tuple([block.block_id for block in table] for table in self._holdings[request.request_id].tables)
+
+    @property
+    def holders(self) -> Set[str]:
+        """Ids of the requests that have blocks."""
+        return self._holdings.keys()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while any request holds blocks."""

@@ -20,30 +20,10 @@ from kvctl.core.config import SchedulerConfig
 from kvctl.core.kv_cache_manager import KVCacheManager
 from kvctl.core.request import FinishReason, Request, RequestStatus, WaitingReason
 from kvctl.core.request_queue import make_queue
-from kvctl.core.step import (
-    BlockTables,
-    EngineOutput,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-    SchedulerStats,
-)
+from kvctl.core.step import EngineOutput, ModelRunnerOutput, SchedulerOutput, SchedulerStats
+from kvctl.core.step_plan import StepPlan
 from kvctl.core.stopping import finish_of, stop_token_set
-from kvctl.errors import InvalidRequest
-
-
-class _Plan:
-    """A SchedulerOutput in the making, with what is left of the budget."""
-
-    __slots__ = ("counts", "left_tokens", "new_blocks", "new_requests", "preempted_ids", "request_ids")
-
-    def __init__(self, budget_tokens: int) -> None:
-        self.left_tokens = budget_tokens
-        self.request_ids: list[str] = []
-        self.counts: list[int] = []
-        self.new_blocks: dict[str, BlockTables] = {}
-        self.new_requests: list[NewRequestData] = []
-        self.preempted_ids: list[str] = []
+from kvctl.errors import InvalidRequest, InvariantViolation
 
 
 class Scheduler:
@@ -90,12 +70,6 @@ class Scheduler:
                 hint="Shorten it, or give the cache more memory (--kv-cache-memory-bytes).",
                 param="input_tokens",
             )
-        if not self.config.enable_chunked_prefill and prompt > self.config.max_num_batched_tokens:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens, a step takes {self.config.max_num_batched_tokens}",
-                hint="Turn chunked prefill on, or raise --max-num-batched-tokens.",
-                param="input_tokens",
-            )
         request.token_limit = min(request.token_limit, self.config.max_model_len, self._capacity_tokens)
         request.stop_token_ids = stop_token_set(request)
         self.requests[request.request_id] = request
@@ -139,31 +113,22 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. Empty only if there is no unfinished request, or none can be advanced."""
-        plan = _Plan(self.config.max_num_batched_tokens)
+        plan = StepPlan(self.config.max_num_batched_tokens)
         self._schedule_running(plan)
-        num_running_tokens = self.config.max_num_batched_tokens - plan.left_tokens
         if plan.preempted_ids:
             self._set_waiting_reason(WaitingReason.PREEMPTION)
         elif self.waiting:
             self._schedule_waiting(plan)
-        output = SchedulerOutput(
-            request_ids=plan.request_ids,
-            num_scheduled_tokens=plan.counts,
-            total_num_scheduled_tokens=self.config.max_num_batched_tokens - plan.left_tokens,
-            new_requests=plan.new_requests,
-            new_block_ids=plan.new_blocks,
-            finished_request_ids=[],
-            preempted_request_ids=[],
-        )
+        output = plan.output()
         self._preempted_ids += plan.preempted_ids
         if plan.request_ids:  # an empty plan is not executed: the runner hears of these with the next one
             output.finished_request_ids, self._finished_ids = self._finished_ids, []
             output.preempted_request_ids, self._preempted_ids = self._preempted_ids, []
         self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
-        self._stats.num_prefill_tokens += output.total_num_scheduled_tokens - num_running_tokens
+        self._stats.num_prefill_tokens += plan.num_prefill_tokens
         return output
 
-    def _schedule_running(self, plan: _Plan) -> None:
+    def _schedule_running(self, plan: StepPlan) -> None:
         running = self.running
         add_id, add_count = plan.request_ids.append, plan.counts.append
         left = plan.left_tokens
@@ -176,8 +141,8 @@ class Scheduler:
                 index += 1  # its last token is being sampled: nothing follows
                 continue
             missing = total - computed
-            if missing == 1 and computed + 1 < request.allocated_tokens:
-                # Nearly all steps of nearly all requests: one token, and its block neither fills nor is missing.
+            if missing == 1 and request.num_prompt_tokens <= computed < request.allocated_tokens - 1:
+                # Nearly all steps of nearly all requests: a generated token, whose block neither fills nor is missing.
                 request.num_computed_tokens = total
                 request.num_in_flight += 1
                 add_id(request.request_id)
@@ -190,7 +155,7 @@ class Scheduler:
             left = plan.left_tokens
         plan.left_tokens = left
 
-    def _schedule_slowly(self, plan: _Plan, index: int, num_tokens: int) -> int:
+    def _schedule_slowly(self, plan: StepPlan, index: int, num_tokens: int) -> int:
         """Schedule `running[index]`, preempting others (or itself) until it has its blocks. Returns the next index."""
         request = self.running[index]
         while (blocks := self.kv_cache_manager.allocate_slots(request, num_tokens)) is None:
@@ -203,20 +168,8 @@ class Scheduler:
                 index -= 1
         if blocks[0]:
             plan.new_blocks[request.request_id] = blocks
-        if request.num_computed_tokens < request.num_prompt_tokens:
-            prefill = min(num_tokens, request.num_prompt_tokens - request.num_computed_tokens)
-            self._stats.num_prefill_tokens += prefill
-        self._put(plan, request, request.num_computed_tokens, num_tokens)
+        plan.put(request, num_tokens)
         return index + 1
-
-    def _put(self, plan: _Plan, request: Request, num_computed: int, num_tokens: int) -> None:
-        """Enter `num_tokens` tokens after the first `num_computed` into the plan; at the end one is sampled."""
-        plan.request_ids.append(request.request_id)
-        plan.counts.append(num_tokens)
-        plan.left_tokens -= num_tokens
-        request.num_computed_tokens = num_computed + num_tokens
-        if request.num_computed_tokens == len(request.token_ids) + request.num_in_flight:
-            request.num_in_flight += 1
 
     def _chunk_limit(self) -> int:
         """Most tokens one request may take in a step. A lone request may take all: nobody waits behind it."""
@@ -226,26 +179,15 @@ class Scheduler:
         return self.config.max_num_batched_tokens
 
     def _victim(self) -> Request:
-        if self.config.policy == "priority":
-            return max(self.running, key=lambda request: (request.priority, request.arrival_s))
+        if self.config.policy == "priority":  # the latest admitted of equals, as children of one request are
+            return max(reversed(self.running), key=lambda request: (request.priority, request.arrival_s))
         return self.running[-1]
 
-    def _preempt(self, plan: _Plan, victim: Request, victim_index: int) -> None:
+    def _preempt(self, plan: StepPlan, victim: Request, victim_index: int) -> None:
         """Take a running request's blocks and queue it again, undoing its part of this step's plan if it has one."""
         del self.running[victim_index]
-        computed = victim.num_computed_tokens
-        if victim.request_id in plan.request_ids:  # priority only: it stands before the request that needs blocks
-            position = plan.request_ids.index(victim.request_id)
-            num_tokens = plan.counts.pop(position)
-            del plan.request_ids[position]
-            plan.new_blocks.pop(victim.request_id, None)
-            plan.left_tokens += num_tokens
-            if computed == len(victim.token_ids) + victim.num_in_flight - 1:
-                victim.num_in_flight -= 1
-            computed -= num_tokens
-            self.kv_cache_manager.unregister_uncomputed(victim, computed)
-            if computed < victim.num_prompt_tokens:
-                self._stats.num_prefill_tokens -= min(num_tokens, victim.num_prompt_tokens - computed)
+        if plan.take_back(victim):  # priority only: it stands before the request that needs blocks
+            self.kv_cache_manager.unregister_uncomputed(victim, victim.num_computed_tokens)
         self.kv_cache_manager.free(victim)
         victim.move_to(RequestStatus.PREEMPTED)
         victim.num_computed_tokens = 0
@@ -254,7 +196,7 @@ class Scheduler:
         plan.preempted_ids.append(victim.request_id)
         self.waiting.put_back(victim)
 
-    def _schedule_waiting(self, plan: _Plan) -> None:
+    def _schedule_waiting(self, plan: StepPlan) -> None:
         config = self.config
         manager = self.kv_cache_manager
         watermark = int(config.watermark * manager.pool.num_blocks)
@@ -295,7 +237,7 @@ class Scheduler:
             self._set_waiting_reason(reason)
 
     def _start(
-        self, plan: _Plan, request: Request, num_cached: int, num_tokens: int, miss_reasons: dict[str, int]
+        self, plan: StepPlan, request: Request, num_cached: int, num_tokens: int, miss_reasons: dict[str, int]
     ) -> None:
         stats = self._stats
         if request.num_preemptions == 0:
@@ -309,18 +251,7 @@ class Scheduler:
         request.move_to(RequestStatus.RUNNING)
         request.waiting_reason = None
         self.running.append(request)
-        self._put(plan, request, num_cached, num_tokens)
-        plan.new_requests.append(
-            NewRequestData(
-                request_id=request.request_id,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling_params=request.sampling_params,
-                eos_token_ids=request.eos_token_ids,
-                block_tables=self.kv_cache_manager.block_tables(request),
-                num_computed_tokens=num_cached,
-            )
-        )
+        plan.admit(request, num_cached, num_tokens, self.kv_cache_manager.block_tables(request))
 
     def _set_waiting_reason(self, reason: WaitingReason) -> None:
         self.waiting.peek().waiting_reason = reason
@@ -402,3 +333,15 @@ class Scheduler:
             InvariantViolation: names the first thing that does not hold.
         """
         self.kv_cache_manager.check_integrity()
+        running = {request.request_id for request in self.running}
+        places = [request.request_id for line in (self.running, self.waiting) for request in line]
+        if len(places) != len(set(places)) or set(places) != set(self.requests):
+            raise InvariantViolation("a request stands in two places, or in none")
+        if self.kv_cache_manager.holders != running:
+            raise InvariantViolation("those that hold blocks are not those that run")
+        for request in self.requests.values():
+            if (request.status is RequestStatus.RUNNING) != (request.request_id in running):
+                raise InvariantViolation(f"{request} stands where its state does not belong")
+            known_soon = request.num_tokens + request.num_in_flight
+            if request.num_in_flight < 0 or request.num_computed_tokens > known_soon:
+                raise InvariantViolation(f"{request} counts {request.num_in_flight} tokens in flight")

@@ -120,7 +120,7 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class AdmissionEvent:
-    """A waiting request started to run at `at_s` of the engine's clock (first admission only)."""
+    """A waiting request started to run, at first or again, at `at_s` of the engine's clock."""
 
     request_id: str
     at_s: float

@@ -51,6 +51,15 @@ def test_content_stays_findable_until_its_block_is_handed_out_again() -> None:
     assert pool.find_cached(b"a") is None and pool.was_evicted(b"a")
 
 
+def test_only_the_last_evictions_are_remembered() -> None:
+    pool = BlockPool(3)
+    for number in range(6):
+        (block,) = pool.allocate(1)
+        pool.register(block, b"%d" % number)
+        pool.free([block])
+    assert [pool.was_evicted(b"%d" % number) for number in range(6)] == [False, True, True, True, False, False]
+
+
 def test_a_hit_leaves_the_middle_of_the_free_queue() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(4)

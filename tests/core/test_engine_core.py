@@ -185,6 +185,20 @@ def test_an_id_stays_taken_while_a_step_in_flight_samples_for_it() -> None:
     core.close()
 
 
+@pytest.mark.parametrize("kind", [EngineCore, PipelinedEngineCore])
+@pytest.mark.parametrize("max_tokens", [8, 9])
+def test_a_finished_answer_is_found_up_to_its_last_full_block(kind: type[EngineCore], max_tokens: int) -> None:
+    """Overlapped, the token that fills a block is scheduled before it is known."""
+    core = kind(make_scheduler(), CountingRunner(), Ticks())
+    core.add(make_request("a", list(range(4)), max_tokens=max_tokens))
+    answer = [t for _ in range(20) if core.has_work() for o in core.step().outputs for t in o.new_token_ids]
+    follow_up = make_request("b", [*range(4), *answer, 7])
+    # Of 12 tokens the last one was sampled, never computed; of 13 the first 12 fill three blocks of 4.
+    expected = 8 if max_tokens == 8 else 12
+    assert core.scheduler.kv_cache_manager.find_cached_prefix(follow_up).num_tokens == expected
+    core.close()
+
+
 def test_an_error_of_the_runner_is_not_swallowed() -> None:
     class Failing:
         def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:

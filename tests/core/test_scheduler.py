@@ -3,6 +3,7 @@ import pytest
 from kvctl.core.kv_cache_groups import KVCacheGroup
 from kvctl.core.request import FinishReason, Request, RequestStatus, WaitingReason
 from kvctl.core.sampling_params import SamplingParams
+from kvctl.core.scheduler import Scheduler
 from kvctl.core.step import ModelRunnerOutput
 from kvctl.errors import ConfigError, InvalidRequest
 from tests.support.schedulers import make_request, make_scheduler, run_all, run_step
@@ -162,6 +163,37 @@ def test_priority_preempts_the_least_important_and_undoes_its_part_of_the_step()
     assert preempting.preempted_request_ids == ["low"] and scheduled(preempting) == {"high": 1}
     assert preempting.total_num_scheduled_tokens == 1
     assert len(run_all(s)["low"]) + 3 >= 12
+
+
+def beside_a_more_important_one(low_prompt: int, num_blocks: int) -> Scheduler:
+    """`low` has computed 10 of its prompt's tokens, in chunks of 5; `high` runs behind it and needs a block next."""
+    s = make_scheduler(num_blocks, policy="priority", max_num_batched_tokens=16, long_prefill_token_threshold=5)
+    s.add(make_request("low", low_prompt, priority=5, max_tokens=4))
+    s.add(make_request("other", 1, priority=5, max_tokens=1, arrival_s=1.0))
+    assert scheduled(run_step(s)[0]) == {"low": 5, "other": 1}
+    s.add(make_request("high", 4, priority=0, max_tokens=4, arrival_s=2.0))
+    assert scheduled(run_step(s)[0]) == {"low": 5, "high": 4}
+    s.take_stats()
+    return s
+
+
+def test_a_prompt_whose_chunk_ends_one_token_early_can_be_preempted_in_that_step() -> None:
+    s = beside_a_more_important_one(low_prompt=16, num_blocks=6)
+    plan, _ = run_step(s)  # low's chunk reaches token 15 of 16: nothing is sampled for it
+    assert plan.preempted_request_ids == ["low"] and scheduled(plan) == {"high": 1}
+    assert s.requests["low"].num_in_flight == 0
+    assert {name: len(tokens) for name, tokens in run_all(s).items()} == {"high": 2, "low": 4}
+
+
+def test_prompt_tokens_are_counted_once_whether_they_come_alone_or_are_taken_back() -> None:
+    s = beside_a_more_important_one(low_prompt=11, num_blocks=5)
+    plan, _ = run_step(s)  # low's last prompt token was planned, then high needed its blocks
+    assert plan.preempted_request_ids == ["low"]
+    assert s.take_stats().num_prefill_tokens == 0
+    s = make_scheduler(max_num_batched_tokens=10, max_num_seqs=4)
+    s.add(make_request("a", 11, max_tokens=3))
+    run_all(s)
+    assert s.take_stats().num_prefill_tokens == 11
 
 
 def test_more_important_requests_are_admitted_first() -> None:
