@@ -40,7 +40,6 @@ PRINTED_GIB = 0.005  # a figure of two decimals is this uncertain either way
 SWAP_GIB = 4  # vLLM V0's default swap space
 # Why a case may be off, by its name. Each is a fact about the run or a limit of its log, not of the rule.
 EXPLAINED = {
-    "r1-align-off": "the run switched 0.7's latent padding off (VLLM_MLA_CUDA_MEM_ALIGN_KV_CACHE=0)",
     "glm51-rocm-err": "about 923 bytes per layer and token on ROCm: not explained by any known layout",
     "dsv4-flash-1m": "how vLLM packs DeepSeek V4's compressed layers is not pinned: answers 'cannot tell'",
 }
@@ -212,7 +211,7 @@ def fields_of(request: SizeRequest) -> dict[str, Any]:
 
 def capacity_checks(case: dict[str, Any], low: SizeAnswer, high: SizeAnswer) -> list[Check]:
     observed, name = case["observed"], case["id"]
-    if low.capacity is None or high.capacity is None or "mamba_slots" in observed:
+    if low.capacity is None or high.capacity is None:
         return []
     checks = []
     first, last = low.capacity, high.capacity
@@ -226,6 +225,9 @@ def capacity_checks(case: dict[str, Any], low: SizeAnswer, high: SizeAnswer) -> 
     if "needed_gib" in observed:
         needed = first.needed_bytes / GIB
         checks.append(Check(name, "needed GiB", observed["needed_gib"], needed - PRINTED_GIB, needed + PRINTED_GIB))
+    if "mamba_slots" in observed:
+        ends = first.state_slots or 0, last.state_slots or 0
+        checks.append(Check(name, "state slots", observed["mamba_slots"], *ends))
     if "attention_block_size" in observed and low.pool is not None:
         size = low.pool.block_tokens
         checks.append(Check(name, "block tokens", observed["attention_block_size"], size, size))
@@ -234,7 +236,7 @@ def capacity_checks(case: dict[str, Any], low: SizeAnswer, high: SizeAnswer) -> 
 
 def cpu_block_checks(case: dict[str, Any], answer: SizeAnswer) -> list[Check]:
     """V0 printed how many blocks its swap space holds, which pins the bytes of a token exactly."""
-    if "cpu_blocks" not in case["observed"] or not answer.pool or answer.request.parallel.pipeline > 1:
+    if "cpu_blocks" not in case["observed"] or not answer.pool:
         return []
     match = re.search(r"swap_space (\d+)", case["inputs"].get("flags") or "")
     blocks = (int(match[1]) if match else SWAP_GIB) * GIB // (16 * answer.stored_bytes_per_token_per_gpu)

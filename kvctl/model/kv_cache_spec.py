@@ -50,7 +50,7 @@ def _token_bytes(layer: LayerShape, options: KVOptions) -> int:
     if layer.kind is LayerKind.MLA:
         fmt = options.kv_format
         entry = options.latent_bytes or fmt.vector_bytes(layer.key_dim)
-        if layer.indexer_bytes and options.latent_bytes is None and fmt.bits == 8:
+        if layer.is_sparse and options.latent_bytes is None and fmt.bits == 8:
             entry = DS_MLA_ENTRY_BYTES
         return entry + layer.indexer_bytes
     heads = max(1, layer.num_kv_heads // options.tensor_parallel)

@@ -55,7 +55,12 @@ class LayerShape:
     source_tokens: int | None = None  # cross attention: encoder tokens per request
     state: tuple[StatePart, ...] | None = None  # STATE only; None: its size is not known
     compress_ratio: int = 0
-    label: str = ""  # what the model calls it: 'gdn', 'mamba2', 'kda', 'dsa'
+    label: str = ""  # what the model calls it: 'gdn', 'mamba2', 'kda', 'dsa', 'dsa shared' (an earlier layer's index)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether attention reads chosen tokens only (DSA)."""
+        return self.label.startswith("dsa")
 
     @property
     def name(self) -> str:

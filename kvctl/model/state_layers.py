@@ -49,8 +49,16 @@ def mamba2(view: ConfigView) -> tuple[StatePart, ...]:
     inner = heads * given
     return (
         StatePart("conv", inner * (kernel - 1), None, 2 * state * (kernel - 1), groups),
-        StatePart("ssm", inner * state, _ssm_dtype(view)),
+        StatePart("ssm", inner * state, _ssm_dtype(view) or _family_dtype(view)),
     )
+
+
+def _family_dtype(view: ConfigView) -> str | None:
+    """What a shortened config leaves out: Nemotron-3 (Nemotron-H with experts) keeps its states in float32.
+
+    Checked against the block of 8,320 tokens that vLLM prints for Nemotron-3-Super (issue 48401).
+    """
+    return "float32" if view.model_type == "nemotron_h" and view.get("num_experts") else None
 
 
 def gated_delta_net(view: ConfigView) -> tuple[StatePart, ...]:

@@ -126,6 +126,7 @@ def _mamba1(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerSha
 MIXERS: dict[str, Mixer] = {
     "mla": _latent,
     "dsa": _latent,
+    "dsa shared": _latent,
     "gdn": _gated_delta,
     "mamba2": _mamba2,
     "mamba1": _mamba1,

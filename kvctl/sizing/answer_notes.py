@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from kvctl.errors import ModelNotSupported
+from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
 from kvctl.model.weight_size import Parallelism, WeightSize
 from kvctl.sizing.capacity import Pool
-from kvctl.sizing.engine_rules import EngineRules
+from kvctl.sizing.engine_rules import NEWEST_VLLM, PINNED_VLLM, EngineRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class Asked:
 
     kv_dtype: str
     max_model_len: int | None
+    prefix_caching: bool | None
 
 
 def answer_notes(
@@ -28,6 +30,9 @@ def answer_notes(
 ) -> tuple[str, ...]:
     """What a reader of the answer should know beside it."""
     notes = list(shape.notes)
+    if rules.note:
+        notes.append(rules.note)
+    notes += _about_versions(rules, pool, asked)
     if pool is not None:
         notes += pool.notes
     if weights is not None:
@@ -44,6 +49,26 @@ def answer_notes(
     if rules.fit_counts_all_stages and parallel.pipeline > 1:
         notes.append("This version checks all layers against one stage's memory (vLLM issue 34076).")
     return tuple(notes)
+
+
+def _about_versions(rules: EngineRules, pool: Pool | None, asked: Asked) -> list[str]:
+    """What the answer takes for granted about vLLM's version or defaults."""
+    if rules.name != "vllm" or pool is None:
+        return []
+    notes = []
+    if not rules.version and len(pool.groups) > 1:
+        pinned, newest = (".".join(map(str, v)) for v in (PINNED_VLLM, NEWEST_VLLM))
+        notes.append(
+            f"vllm without a version follows {pinned}, the newest that printed logs pin; from 0.26 on windowed layers "
+            f"are charged more (--engine vllm@{newest})."
+        )
+    is_opt_in = (0, 21) <= (rules.version or PINNED_VLLM) < (0, 27)
+    if asked.prefix_caching is None and is_opt_in and any(g.kind is LayerKind.STATE for g in pool.groups):
+        notes.append(
+            "Counted with prefix caching, two state blocks a request: give --enable-prefix-caching to the server, or "
+            "--no-enable-prefix-caching here."
+        )
+    return notes
 
 
 def _has_fp8_kv_scales(shape: ModelShape) -> bool:

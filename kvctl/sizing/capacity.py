@@ -1,7 +1,7 @@
 """What a given amount of KV memory holds: blocks, tokens, requests, longest context, by an engine's own rule.
 
-Knows specs (bytes per layer) and rules (switches); no GPU, no weights. Pure arithmetic on integers; `serve` uses
-kv_plan.py, and for the models it serves both give the same numbers (tested). Floor 1.
+Knows specs (bytes per layer) and rules (switches); no GPU, no weights. Pure arithmetic on integers. `serve` counts with
+kv_plan.py; both use the formulas of blocks.py, and for the models it serves they agree (tested). Floor 1.
 """
 
 from collections import defaultdict
@@ -12,9 +12,10 @@ from kvctl.core.kv_cache_groups import layers_per_block
 from kvctl.errors import ModelNotSupported
 from kvctl.model.kv_cache_spec import KVCacheSpec, marginal_bytes_per_token
 from kvctl.model.layer_shape import LayerKind
+from kvctl.sizing.blocks import blocks_of, chunk_blocks, concurrency, concurrency_in_tokens, longest, window_blocks
 from kvctl.sizing.engine_rules import EngineRules, mamba_blocks_per_request
 
-_ALIGN, _LATENT_ALIGN = 16, 64  # tokens that kernels want a block to be a multiple of (FlashMLA: 64)
+STATE_ALIGN = 16  # tokens that a block grown to hold a state is a multiple of, where no kernel wants more
 _CELLS_MULTIPLE = 256  # llama.cpp rounds a window's cells up to this
 _UNBOUNDED = (LayerKind.FULL, LayerKind.MLA)
 
@@ -63,6 +64,17 @@ class Pool:
         """Most blocks that one request of `num_tokens` holds at a time, over all groups."""
         return sum(_group_blocks(group, num_tokens, limits, self.rules) for group in self.groups)
 
+    def bytes_per_request(self, num_tokens: int, limits: Limits) -> int:
+        """What the engine's fit check sets against the memory: whole blocks, or before vLLM 0.14 each layer's pages."""
+        total = 0
+        for group in self.groups:
+            blocks, layers = _group_blocks(group, num_tokens, limits, self.rules), len(group.layer_indices)
+            if self.rules.fit_counts_groups:
+                total += blocks * self.block_bytes
+            else:
+                total += blocks * group.page_bytes * layers // (layers + group.padding_layers)
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -86,13 +98,12 @@ def _group_blocks(group: PoolGroup, num_tokens: int, limits: Limits, rules: Engi
         return mamba_blocks_per_request(rules, limits.prefix_caching)
     size = group.block_tokens
     if group.kind is LayerKind.CROSS:  # sized for the encoder's batch budget, not for one request's source
-        return -(-max(limits.max_num_batched_tokens, group.source_tokens or 0) // size)
+        return blocks_of(max(limits.max_num_batched_tokens, group.source_tokens or 0), size)
     if group.window_tokens is None:
-        own_tokens = -(-num_tokens // limits.context_parallel)
-        return -(-own_tokens // size)
-    if group.kind is LayerKind.CHUNKED:
-        return -(-min(group.window_tokens + limits.max_num_batched_tokens, num_tokens) // size)
-    return -(-min(group.window_tokens - 1 + limits.max_num_batched_tokens, num_tokens) // size) + 1
+        return blocks_of(blocks_of(num_tokens, limits.context_parallel), size)
+    in_flight = limits.max_num_batched_tokens * rules.steps_in_flight
+    count = chunk_blocks if group.kind is LayerKind.CHUNKED else window_blocks
+    return count(num_tokens, group.window_tokens, in_flight, size)
 
 
 def priced(spec: KVCacheSpec, rules: EngineRules) -> KVCacheSpec:
@@ -105,8 +116,11 @@ def priced(spec: KVCacheSpec, rules: EngineRules) -> KVCacheSpec:
     return spec
 
 
-def build_pool(specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None) -> Pool:
-    """Group the layers and find the block that all groups share.
+def build_pool(
+    specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None, *, state_align: int = STATE_ALIGN
+) -> Pool:
+    """Group the layers and find the block that all groups share; a block that holds a state is a multiple of
+    `state_align` tokens.
 
     Source: vLLM's kv_cache_utils: one kind -> one group; else blocks of equal bytes (the smaller page gets more
     tokens, a recurrent page is padded to the attention page, whose block grows until a state fits), and groups of
@@ -131,7 +145,7 @@ def build_pool(specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int
             "cannot tell: this config leaves out the sizes of its recurrent state",
             hint="Give the model's full config.json.",
         )
-    size = block_size or _default_block(attention, rules)
+    size = block_size or rules.block_size
     windows: tuple[tuple[int, int], ...] = ()
     if rules.name == "llama.cpp" and any(s.window_tokens is None for s in attention):
         windows = tuple((s.window_tokens, s.bytes_per_token) for s in attention if s.window_tokens is not None)
@@ -145,20 +159,13 @@ def build_pool(specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int
     kinds = {None if s.kind in _UNBOUNDED else (s.kind, s.window_tokens) for s in attention}
     if len(kinds) <= 1 and not states:
         return _pool(rules, _uniform(attention, size))
-    return _pool(rules, _hybrid(attention, states, size))
+    return _pool(rules, _hybrid(attention, states, size, state_align))
 
 
 def _ideal_pool(specs: Sequence[KVCacheSpec], rules: EngineRules) -> Pool:
     """One token a block, at its ideal cost; windows and states are counted per request (request.py)."""
     indices = tuple(s.layer_index for s in specs)
     return _pool(rules, [PoolGroup(LayerKind.FULL, indices, 1, marginal_bytes_per_token(specs))] if specs else [])
-
-
-def _default_block(attention: Sequence[KVCacheSpec], rules: EngineRules) -> int:
-    latent = [s for s in attention if s.kind is LayerKind.MLA]
-    if latent and latent[0].bytes_per_token >= 576:  # FlashMLA serves DeepSeek's 576-element entries only
-        return rules.latent_block_size
-    return rules.block_size
 
 
 def _uniform(attention: Sequence[KVCacheSpec], size: int) -> list[PoolGroup]:
@@ -176,11 +183,12 @@ def _uniform(attention: Sequence[KVCacheSpec], size: int) -> list[PoolGroup]:
     ]
 
 
-def _hybrid(attention: Sequence[KVCacheSpec], states: Sequence[KVCacheSpec], size: int) -> list[PoolGroup]:
+def _hybrid(
+    attention: Sequence[KVCacheSpec], states: Sequence[KVCacheSpec], size: int, state_align: int
+) -> list[PoolGroup]:
     buckets: dict[tuple[LayerKind, int | None, int], list[KVCacheSpec]] = defaultdict(list)
     for spec in [*attention, *states]:
         buckets[spec.kind, spec.window_tokens, spec.bytes_per_token].append(spec)
-    state_align = _LATENT_ALIGN if any(s.kind is LayerKind.MLA for s in attention) else _ALIGN
     if states and attention:  # the attention block grows until one state fits into one layer's page
         smallest = min(s.bytes_per_token for s in attention)
         largest_state = max(s.state_bytes or 0 for s in states)
@@ -223,49 +231,50 @@ def _pool(
     )
 
 
-def longest_request(pool: Pool, blocks: int, limits: Limits, most: int) -> int:
-    """Most tokens of one request that `blocks` hold; 0 if not even one."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if pool.blocks_per_request(middle, limits) <= blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def printed_tokens(pool: Pool, num_blocks: int, limits: Limits) -> int:
     """The capacity in tokens as the engine's log prints it."""
     if not pool.groups or num_blocks <= 0:
         return 0
     if pool.rules.tokens_are_concurrency:
-        return int(num_blocks / pool.blocks_per_request(limits.max_model_len, limits) * limits.max_model_len)
+        each = pool.blocks_per_request(limits.max_model_len, limits)
+        return concurrency_in_tokens(num_blocks, each, limits.max_model_len)
     smallest = min(g.block_tokens or pool.block_tokens for g in pool.groups)
     return num_blocks // len(pool.groups) * smallest * limits.context_parallel
 
 
 def capacity(
-    pool: Pool, kv_bytes: int, limits: Limits, *, longest_tokens: int, num_blocks: int | None = None
+    pool: Pool,
+    kv_bytes: int,
+    limits: Limits,
+    *,
+    longest_tokens: int,
+    num_blocks: int | None = None,
+    holds_states: bool = False,
 ) -> Capacity:
     """Cut `kv_bytes` into blocks and say what they hold; `num_blocks` overrides the count.
 
-    `longest_tokens` bounds the search for the longest request (the model's own limit).
+    `longest_tokens` bounds the search for the longest request (the model's own limit). `holds_states`: recurrent states
+    that an engine keeps outside its pool come out of these bytes too; else the bytes are the keys' and values' alone,
+    as engines print them.
     """
     slots = None
     fixed = window_cells_bytes(pool, limits)
     kv_bytes -= fixed
     if pool.separate_state_bytes:
-        kv_bytes, slots = _set_states_apart(pool, kv_bytes, limits)
+        kv_bytes, slots = _set_states_apart(pool, kv_bytes, limits, inside=holds_states)
     blocks = num_blocks if num_blocks is not None else max(0, kv_bytes) // pool.block_bytes if pool.block_bytes else 0
     usable = max(0, blocks - 1) if pool.rules.name in ("vllm", "kvctl") and not pool.rules.is_v0 else blocks
-    fitting = usable if pool.rules.reserves_null_block else blocks
-    needed_blocks = pool.blocks_per_request(limits.max_model_len, limits)
-    concurrency = blocks / needed_blocks if needed_blocks else 0.0
+    room = kv_bytes if num_blocks is None else num_blocks * pool.block_bytes
+    room -= pool.block_bytes if pool.rules.reserves_null_block else 0
+    at_once = concurrency(blocks, pool.blocks_per_request(limits.max_model_len, limits))
     if pool.rules.counts_part_blocks and pool.groups:
-        concurrency = printed_tokens(pool, blocks, limits) / limits.max_model_len
+        at_once = printed_tokens(pool, blocks, limits) / limits.max_model_len
     if not pool.groups and pool.separate_state_bytes:  # attention-free: a request costs its state alone
-        concurrency = float(slots or 0)
+        at_once = float(slots or 0)
+    needed = pool.bytes_per_request(limits.max_model_len, limits)
+    most = longest_tokens
+    if pool.groups:
+        most = longest(lambda tokens: pool.bytes_per_request(tokens, limits) <= room, longest_tokens)
     return Capacity(
         pool=pool,
         kv_bytes=kv_bytes,
@@ -273,10 +282,10 @@ def capacity(
         usable_blocks=usable,
         kv_tokens=printed_tokens(pool, blocks, limits),
         max_model_len=limits.max_model_len,
-        max_concurrency=concurrency if slots is None else min(concurrency, float(slots)),
-        max_context_tokens=longest_request(pool, fitting, limits, longest_tokens) if pool.groups else longest_tokens,
-        fits=needed_blocks <= fitting and (slots is None or slots >= 1),
-        needed_bytes=needed_blocks * pool.block_bytes + pool.separate_state_bytes + fixed,
+        max_concurrency=at_once if slots is None else min(at_once, float(slots)),
+        max_context_tokens=most,
+        fits=(needed <= room or not pool.groups) and (slots is None or slots >= 1),
+        needed_bytes=needed + fixed + (pool.separate_state_bytes if holds_states else 0),
         state_slots=slots,
     )
 
@@ -294,15 +303,19 @@ def window_cells_bytes(pool: Pool, limits: Limits) -> int:
     return total
 
 
-def _set_states_apart(pool: Pool, kv_bytes: int, limits: Limits) -> tuple[int, int]:
+def _set_states_apart(pool: Pool, kv_bytes: int, limits: Limits, *, inside: bool) -> tuple[int, int]:
     """Memory left for attention, and the requests whose state fits.
 
     SGLang gives states 0.9 parts to 1 part of attention (mamba_full_memory_ratio; log sglang-nemotron-vl-tp4) and
     keeps one slot more than it counts; the others set aside one state per allowed request.
     """
     each = pool.separate_state_bytes
-    if pool.rules.name == "sglang" and pool.groups:
-        share = kv_bytes * 9 // 19
-        return kv_bytes - share, max(0, share // each - 1)
+    if not pool.groups:
+        return kv_bytes, max(0, kv_bytes) // each
+    if pool.rules.name == "sglang":
+        share = kv_bytes * 9 // (19 if inside else 10)
+        return kv_bytes - (share if inside else 0), max(0, share // each - 1)
+    if not inside:
+        return kv_bytes, limits.max_num_seqs
     slots = min(limits.max_num_seqs, max(0, kv_bytes) // each)
-    return (kv_bytes - slots * each, slots) if pool.groups else (kv_bytes, max(0, kv_bytes) // each)
+    return kv_bytes - slots * each, slots

@@ -2,8 +2,8 @@
 
 Knows bytes and tokens only: no device, no file, no tensors. A block holds `block_size` tokens of `layers_per_block`
 layers (see core/kv_cache_groups). Floor 1.
-Source of the rules: vLLM's kv_cache_utils (concurrency counts the null block, the fit check does not; a sliding
-layer keeps its window plus the tokens in flight, and one block more because a window may begin inside a block).
+Source of the rules: vLLM's kv_cache_utils (concurrency counts the null block, the fit check does not). The formulas
+are in blocks.py, which `size` uses too.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvctl.core.kv_cache_groups import KVCacheGroup
 from kvctl.errors import OutOfMemory
+from kvctl.sizing.blocks import blocks_of, concurrency, concurrency_in_tokens, longest, window_blocks
 from kvctl.units import format_bytes, format_count
 
 _ADVICE = "Lower --max-model-len, raise --kv-cache-memory-bytes or --gpu-memory-utilization, or use a smaller model."
@@ -32,14 +33,12 @@ class KVLayout:
 
     def blocks_per_request(self, num_tokens: int) -> int:
         """Most blocks that one request of `num_tokens` holds at a time, over all groups."""
-        total = 0
-        for group in self.groups:
-            full = -(-num_tokens // self.block_size)
-            if group.window_tokens is not None:
-                held_tokens = min(group.window_tokens - 1 + self.in_flight_tokens, num_tokens)
-                full = -(-held_tokens // self.block_size) + 1
-            total += full
-        return total
+        return sum(
+            blocks_of(num_tokens, self.block_size)
+            if group.window_tokens is None
+            else window_blocks(num_tokens, group.window_tokens, self.in_flight_tokens, self.block_size)
+            for group in self.groups
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,14 @@ class KVPlan:
     @property
     def max_concurrency(self) -> float:
         """Requests of max_model_len tokens that fit at once, as vLLM prints it."""
-        return self.num_blocks / self.layout.blocks_per_request(self.max_model_len)
+        return concurrency(self.num_blocks, self.layout.blocks_per_request(self.max_model_len))
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that those requests hold, as vLLM prints it (not num_blocks * block_size if some layers slide)."""
-        return int(self.max_concurrency * self.max_model_len)
+        return concurrency_in_tokens(
+            self.num_blocks, self.layout.blocks_per_request(self.max_model_len), self.max_model_len
+        )
 
     def describe(self, cache_name: str = "KV cache") -> str:
         """vLLM's log line, word for word; on CUDA `cache_name` is 'GPU KV cache'."""
@@ -75,14 +76,7 @@ class KVPlan:
 
 def longest_fitting_request(layout: KVLayout, num_blocks: int, max_model_len: int) -> int:
     """Most tokens of one request that `num_blocks` hold beside the null block; 0 if not even one token."""
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if layout.blocks_per_request(middle) <= num_blocks - 1:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return longest(lambda tokens: layout.blocks_per_request(tokens) <= num_blocks - 1, max_model_len)
 
 
 def plan_kv_cache(
@@ -98,11 +92,11 @@ def plan_kv_cache(
     if num_blocks < needed:
         fits = longest_fitting_request(layout, num_blocks, max_model_len)
         available = num_blocks * layout.block_bytes if num_blocks_override is not None else available_bytes
-        longest = f"; {format_count(fits)} tokens would fit" if fits else ""
+        shorter = f"; {format_count(fits)} tokens would fit" if fits else ""
         raise OutOfMemory(
             f"one request of {format_count(max_model_len)} tokens needs {format_bytes(needed * layout.block_bytes)} of "
             f"KV cache ({format_count(needed)} blocks), available are {format_bytes(available)} "
-            f"({format_count(num_blocks)} blocks){longest}",
+            f"({format_count(num_blocks)} blocks){shorter}",
             hint=_ADVICE,
         )
     return KVPlan(layout, num_blocks, max_model_len)

@@ -23,7 +23,9 @@ from kvctl.model.model_shape import ModelShape
 from kvctl.model.weight_formats import WeightFormat, checkpoint_format, named_format, unquantized
 from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
 from kvctl.sizing.answer_notes import Asked, answer_notes
+from kvctl.sizing.blocks import longest
 from kvctl.sizing.capacity import Capacity, Limits, Pool, build_pool, capacity, priced
+from kvctl.sizing.device_blocks import default_block_tokens, state_alignment
 from kvctl.sizing.engine_rules import EngineRules, engine_rules, latent_bytes
 from kvctl.sizing.memory import (
     EngineDefaults,
@@ -34,6 +36,7 @@ from kvctl.sizing.memory import (
     memory_budget,
 )
 
+_CONFIG_STATE_DTYPE = (0, 11, 1)  # from here on vLLM keeps a state in the format that the config names (issue 24280)
 UNBOUNDED_LENGTH = 1 << 40  # tokens; the search bound of a model that does not say its longest context
 
 
@@ -142,8 +145,12 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     whole = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, 1))
     specs = _stage(all_specs, shape.num_layers, request.parallel.pipeline)
     counted = all_specs if rules.fit_counts_all_stages else specs  # what this version sets against one GPU
-    block_size = request.block_size or _device_block(request.hardware, rules, max_model_len)
-    pool, pool_error = _pool(specs, rules, block_size)
+    block_size = request.block_size or default_block_tokens(shape, rules, request.hardware, max_model_len)
+    alignment = state_alignment(shape, rules, request.hardware)
+    pool, pool_error = _pool(specs, rules, block_size, alignment)
+    checked = pool  # what the fit check sets against the memory
+    if rules.fit_counts_all_stages and request.parallel.pipeline > 1:
+        checked, _ = _pool(all_specs, rules, block_size, alignment)
     weights = _weights(request, rules, dtype)
     budget = _budget(request, rules, shape, defaults, limits, weights, dtype)
     kv_bytes = request.kv_bytes if request.kv_bytes is not None else budget.kv.value if budget else None
@@ -151,11 +158,11 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     if kv_bytes is not None:
         if pool is None:
             raise pool_error or ModelNotSupported("cannot tell: this model keeps no cache")
-        longest = max(own or 0, request.max_model_len or 0) or UNBOUNDED_LENGTH
+        most = max(own or 0, request.max_model_len or 0) or UNBOUNDED_LENGTH
         amounts = [kv_bytes] * 3
         if request.kv_bytes is None and budget is not None:
             amounts = [budget.kv.low, budget.kv.value, budget.kv.high]
-        caps = [_capacity(pool, all_specs, amount, limits, longest, rules, request) for amount in amounts]
+        caps = [_capacity(pool, checked or pool, all_specs, amount, limits, most, request) for amount in amounts]
     return SizeAnswer(
         request=request,
         rules=rules,
@@ -183,7 +190,7 @@ def size_up(request: SizeRequest) -> SizeAnswer:
             pool,
             weights,
             pool_error,
-            Asked(request.kv_dtype, request.max_model_len),
+            Asked(request.kv_dtype, request.max_model_len, request.prefix_caching),
         ),
     )
 
@@ -257,6 +264,8 @@ def _options(
             element_bytes=fmt.bits // 8,
         )
     state = "float32" if rules.name in ("sglang", "llama.cpp") else None
+    if rules.name == "vllm" and () < rules.version < _CONFIG_STATE_DTYPE:
+        state = dtype
     return KVOptions(fmt, tensor, "float32" if rules.name == "llama.cpp" else dtype, entry, state)
 
 
@@ -268,23 +277,12 @@ def _stage(specs: Sequence[KVCacheSpec], num_layers: int, pipeline: int) -> tupl
 
 
 def _pool(
-    specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int | None
+    specs: Sequence[KVCacheSpec], rules: EngineRules, block_size: int, alignment: int
 ) -> tuple[Pool | None, ModelNotSupported | None]:
     try:
-        return build_pool(specs, rules, block_size), None
+        return build_pool(specs, rules, block_size, state_align=alignment), None
     except ModelNotSupported as error:
         return None, error
-
-
-def _device_block(hardware: HardwareProfile | None, rules: EngineRules, max_model_len: int) -> int | None:
-    """TPUs get larger blocks: a sixteenth of the length, as a power of two from 16 to 256. None: the engine's own.
-
-    Source: vLLM's PallasAttentionBackend; a log estimates 5,632 tokens where blocks of 16 would give 5,808.
-    """
-    if hardware is None or hardware.vendor != "google" or rules.name != "vllm":
-        return None
-    power = 1 << (max_model_len - 1).bit_length()
-    return min(256, max(16, power // 16))
 
 
 def _weights(request: SizeRequest, rules: EngineRules, dtype: str) -> WeightSize | None:
@@ -348,42 +346,35 @@ def _budget(
 
 def _capacity(
     pool: Pool,
+    checked: Pool,
     all_specs: Sequence[KVCacheSpec],
     kv_bytes: int,
     limits: Limits,
-    longest: int,
-    rules: EngineRules,
+    most: int,
     request: SizeRequest,
 ) -> Capacity:
-    found = capacity(pool, kv_bytes, limits, longest_tokens=longest)
-    if rules.fit_counts_all_stages and request.parallel.pipeline > 1:
-        whole = build_pool(all_specs, rules, request.block_size)
-        checked = capacity(whole, kv_bytes, limits, longest_tokens=longest)
+    holds_states = request.kv_bytes is None
+    found = capacity(pool, kv_bytes, limits, longest_tokens=most, holds_states=holds_states)
+    if checked is not pool:
+        strict = capacity(checked, kv_bytes, limits, longest_tokens=most, holds_states=holds_states)
         found = replace(
             found,
-            fits=checked.fits,
-            max_context_tokens=checked.max_context_tokens,
-            needed_bytes=checked.needed_bytes,
+            fits=strict.fits,
+            max_context_tokens=strict.max_context_tokens,
+            needed_bytes=strict.needed_bytes,
         )
-    return _ideal_capacity(found, all_specs, kv_bytes, longest) if rules.name == "ideal" else found
+    return _ideal_capacity(found, all_specs, kv_bytes, most) if pool.rules.name == "ideal" else found
 
 
-def _ideal_capacity(found: Capacity, specs: Sequence[KVCacheSpec], kv_bytes: int, longest: int) -> Capacity:
+def _ideal_capacity(found: Capacity, specs: Sequence[KVCacheSpec], kv_bytes: int, most: int) -> Capacity:
     """Without blocks a request costs its bytes: windows capped, states once."""
     each = request_bytes(specs, found.max_model_len)
     if each is None:
         return found
-    low, high = 0, min(longest, UNBOUNDED_LENGTH)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if (request_bytes(specs, middle) or 0) <= kv_bytes:
-            low = middle
-        else:
-            high = middle - 1
     return replace(
         found,
         max_concurrency=max(0, kv_bytes) / max(1, each),
-        max_context_tokens=low if kv_bytes > 0 else 0,
+        max_context_tokens=longest(lambda tokens: (request_bytes(specs, tokens) or 0) <= kv_bytes, most),
         fits=each <= kv_bytes,
         needed_bytes=each,
     )

@@ -5,8 +5,11 @@ Knows a finished answer (capacity.py); chooses nothing (recommend.py does). Floo
 
 from dataclasses import dataclass
 
-from kvctl.sizing.capacity import Capacity, Limits, longest_request
+from kvctl.sizing.blocks import longest
+from kvctl.sizing.capacity import Capacity, Limits
 from kvctl.sizing.request import SizeAnswer
+
+_LONGEST = 1 << 24  # tokens; beyond any model's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +50,12 @@ def users_fit(answer: SizeAnswer, users: int, context: int, shared: int = 0) -> 
         fitting = min(many, slots) if seats is None else min(many, slots, seats)
         return UsersFit(users, context, shared, 0, usable, fitting, users <= fitting, context)
     needed = blocks_for_users(capacity, limits, users, context, shared)
-    low, high = 0, max(users, usable) + 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks_for_users(capacity, limits, middle, context, shared) <= usable:
-            low = middle
-        else:
-            high = middle - 1
-    most = low if capacity.state_slots is None else min(low, capacity.state_slots)
+    most = longest(
+        lambda many: blocks_for_users(capacity, limits, many, context, shared) <= usable, max(users, usable) + 1
+    )
+    most = most if capacity.state_slots is None else min(most, capacity.state_slots)
     most = most if seats is None else min(most, seats)
-    own = usable // users if not shared else (usable - _blocks(capacity, limits, shared)) // users
-    longest = longest_request(capacity.pool, own, limits, 1 << 24) + (shared if shared else 0)
-    return UsersFit(users, context, shared, needed, usable, most, users <= most and needed <= usable, longest)
-
-
-def _blocks(capacity: Capacity, limits: Limits, tokens: int) -> int:
-    return capacity.pool.blocks_per_request(tokens, limits) if tokens else 0
+    length = longest(
+        lambda tokens: blocks_for_users(capacity, limits, users, tokens, min(shared, tokens)) <= usable, _LONGEST
+    )
+    return UsersFit(users, context, shared, needed, usable, most, users <= most and needed <= usable, length)

@@ -77,8 +77,16 @@ def test_llama4_chunks_are_priced_as_full_before_and_capped_after() -> None:
 
 
 def test_old_versions_padded_the_latent_or_kept_whole_heads() -> None:
-    assert ask("deepseek-ai/DeepSeek-R1", engine="vllm@0.7.3", parallel=_tp(8)).bytes_per_token_per_gpu == 78_080
-    assert ask("deepseek-ai/DeepSeek-R1", engine="vllm@0.8", parallel=_tp(8)).bytes_per_token_per_gpu == 70_272
+    for version, expected in (
+        ("0.7", 78_080),
+        ("0.7.1", 78_080),
+        ("0.7.3", 78_080),
+        ("0.7.4", 70_272),
+        ("0.8", 70_272),
+    ):
+        r1 = ask("deepseek-ai/DeepSeek-R1", engine=f"vllm@{version}", parallel=_tp(8))
+        assert r1.bytes_per_token_per_gpu == expected
+    assert ask("deepseek-ai/DeepSeek-R1", engine="vllm@0.7.0", parallel=_tp(8)).bytes_per_token_per_gpu > 900_000
     whole = ask("deepseek-ai/DeepSeek-V3", engine="vllm@0.6.6", parallel=_tp(8))
     assert whole.bytes_per_token_per_gpu == 61 * 16 * 256 * 2 * 2
 
@@ -94,31 +102,30 @@ def test_tokens_on_a_hybrid_depend_on_max_model_len_in_new_versions_only() -> No
 
 
 def test_sglang_keeps_states_apart_in_a_fixed_share() -> None:
-    kv_bytes = int((28.1 + 25.28) * GIB)
+    """A log prints 28.1 GiB of keys and values, 19,644,177 tokens, and beside them 25.28 GiB of 2,211 states."""
     answer = ask(
         "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         engine="sglang",
-        kv_bytes=kv_bytes,
+        kv_bytes=int(28.1 * GIB),
         kv_dtype="fp8",
         parallel=_tp(4),
     )
-    assert answer.capacity is not None
+    assert answer.capacity is not None and answer.pool is not None
     assert answer.capacity.kv_tokens == pytest.approx(19_644_177, rel=0.001)
     assert answer.capacity.state_slots == pytest.approx(2211, abs=3)
+    whole = capacity(answer.pool, int((28.1 + 25.28) * GIB), answer.limits, longest_tokens=1, holds_states=True)
+    assert whole.kv_tokens == pytest.approx(19_644_177, rel=0.001)
+    assert whole.state_slots == pytest.approx(2211, abs=3)
 
 
-def test_llamacpp_cells_of_falcon_h1() -> None:
-    answer = ask(
-        "tiiuae/Falcon-H1-1.5B-Instruct", engine="llama.cpp", kv_bytes=(768 << 20) + answer_state(), max_model_len=32768
-    )
-    assert answer.capacity is not None
+@pytest.mark.parametrize("engine", ["llama.cpp", "vllm@0.7", "trtllm"])
+def test_memory_that_is_given_is_of_keys_and_values_and_states_lie_beside_it(engine: str) -> None:
+    """llama.cpp prints 768 MiB of cells for Falcon-H1 and 72.98 MiB of states apart; V0 made states first."""
+    answer = ask("tiiuae/Falcon-H1-1.5B-Instruct", engine=engine, kv_bytes=768 << 20, max_model_len=32768)
+    assert answer.capacity is not None and answer.pool is not None
     assert answer.capacity.kv_tokens == 32_768
-
-
-def answer_state() -> int:
-    state = ask("tiiuae/Falcon-H1-1.5B-Instruct", engine="llama.cpp").state_bytes
-    assert state is not None
-    return state
+    whole = capacity(answer.pool, 768 << 20, answer.limits, longest_tokens=32_768, holds_states=True)
+    assert whole.kv_tokens < 32_768
 
 
 def test_the_null_block_costs_a_request_that_would_fit_exactly() -> None:
