@@ -23,6 +23,7 @@ from kvctl.core.scheduler import Scheduler
 from kvctl.engine.config import EngineConfig, EngineInfo
 from kvctl.engine.decode_graphs import CudaGraphs, DecodeGraphs, graph_sizes
 from kvctl.engine.device import free_device_bytes, resolve_device, resolve_dtype, resolve_kv_dtype, set_cpu_threads
+from kvctl.engine.json_file import read_json_object
 from kvctl.engine.kv_cache import KVCache, allocate_kv_cache
 from kvctl.engine.kv_scales import load_kv_scales
 from kvctl.engine.layers.linear import select_linears
@@ -35,7 +36,7 @@ from kvctl.engine.models.weight_layout import all_tensors
 from kvctl.engine.ops import KVScales, select_ops
 from kvctl.engine.profile_steps import run_profile_steps
 from kvctl.engine.sampler import Sampler, select_sampling
-from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
+from kvctl.engine.weights import CheckpointWeights, DummyWeights
 from kvctl.errors import OutOfMemory
 from kvctl.sizing.kv_plan import (
     KVLayout,

@@ -147,6 +147,11 @@ class LLM:
     ) -> None:
         source = resolve_model(model)
         facts = read_model_facts(source.folder)
+        if max_model_len is not None and max_model_len > facts.max_model_len:
+            raise ConfigError(
+                f"max_model_len {max_model_len} is over the model's own length of {facts.max_model_len}",
+                hint="Beyond it the answers turn to nonsense; give at most that many.",
+            )
         config = EngineConfig(
             ModelConfig(str(source.folder), dtype=dtype, seed=seed),
             SchedulerConfig(
@@ -188,7 +193,7 @@ class LLM:
         metrics.engine_started(info)
         self._outputs = OutputProcessor(tokenizer, metrics)
         self._inputs = InputProcessor(
-            info, tokenizer, eos_token_ids=frozenset(facts.eos_token_ids), vocab_size=facts.vocab_size
+            info, tokenizer, eos_token_ids=facts.end_token_ids(tokenizer), vocab_size=facts.vocab_size
         )
         self._numbers = count()
 

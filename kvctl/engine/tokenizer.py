@@ -5,7 +5,6 @@ the rest of a start. Only a folder without that file goes through transformers. 
 Whatever a caller's text does to it is an InvalidRequest. Floor 2, imports no torch.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,21 +13,10 @@ from typing import Any, Literal
 import tokenizers
 
 from kvctl.engine.chat_template import ChatTemplate
+from kvctl.engine.json_file import read_json_object
 from kvctl.errors import InvalidRequest, ModelBroken
 
 Message = Mapping[str, Any]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelBroken(f"{path} cannot be read: {error}", hint="Fetch the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelBroken(f"{path} holds no JSON object", hint="Fetch the model again.")
-    return content
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -113,9 +101,9 @@ class Tokenizer:
         Raises:
             ModelBroken: a file is missing or cannot be read; the message names it.
         """
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json_object(folder / "tokenizer_config.json", missing_ok=True)
         if "bos_token" not in config and "eos_token" not in config:
-            config = _read_json(folder / "special_tokens_map.json") | config
+            config = read_json_object(folder / "special_tokens_map.json", missing_ok=True) | config
         template = (
             ChatTemplate.load(folder, config) if chat_template is None else ChatTemplate({"default": chat_template})
         )

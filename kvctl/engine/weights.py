@@ -4,13 +4,13 @@ Knows names, shapes and dtypes, no model code. Every header is read and every ex
 is loaded, so that a broken folder fails at once and names its file. Floor 2.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvctl.engine.json_file import read_json_object
 from kvctl.engine.models.decoder_config import DecoderConfig
 from kvctl.engine.models.weight_layout import PackedTensor, TensorPart, all_tensors
 from kvctl.engine.safetensors_file import READABLE_DTYPES, SafetensorsFile
@@ -23,25 +23,6 @@ _NOT_WEIGHTS = ("rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_scale",
 _AGAIN = "Download the model again."
 # The text part of a model with vision has two spellings, before and after transformers 4.52; read the first.
 _OTHER_PREFIX, _PREFIX = "model.language_model.", "language_model.model."
-
-
-def read_json_object(path: Path) -> dict[str, object]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        ModelBroken: missing, unreadable, not JSON or not an object; the message names the file.
-    """
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelBroken(f"{path}: the file is missing", hint=_AGAIN) from error
-    except OSError as error:
-        raise ModelBroken(f"{path}: cannot be read: {error.strerror}", hint="Check the file's rights.") from error
-    except ValueError as error:
-        raise ModelBroken(f"{path}: not valid JSON: {error}", hint=_AGAIN) from error
-    if not isinstance(parsed, dict):
-        raise ModelBroken(f"{path}: not a JSON object", hint=_AGAIN)
-    return parsed
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:

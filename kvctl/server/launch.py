@@ -179,7 +179,7 @@ class _Server:
             engine_config,
             tokenizer=tokenizer,
             recorder=recorder,
-            eos_token_ids=frozenset(self._facts.eos_token_ids),
+            eos_token_ids=self._facts.end_token_ids(tokenizer),
             vocab_size=self._facts.vocab_size,
             on_dead=self._on_engine_dead,
             on_report=logger.info,

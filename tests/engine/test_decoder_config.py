@@ -82,7 +82,8 @@ def test_sizes_and_windows_are_read_as_transformers_reads_them(tiny):
     assert parsed.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert parsed.num_kv_heads == config.num_key_value_heads
     assert parsed.vocab_size == config.vocab_size
-    assert parsed.max_position_tokens == config.max_position_embeddings
+    if parsed.ropes[0].rope_type in ("default", "llama3"):  # others are stretched: test_model_source
+        assert parsed.max_position_tokens == config.max_position_embeddings
     assert parsed.tie_word_embeddings == config.tie_word_embeddings
     window = config.sliding_window if hasattr(config, "sliding_window") else None
     kinds = getattr(config, "layer_types", None)
@@ -177,11 +178,31 @@ def test_another_architecture_is_refused_with_the_list_of_served_ones(name):
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"architectures": []}, "architectures"),
         ({"head_dim": 7}, "even"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": 0, "rope_scaling": None}, "rope_theta"),
+        ({"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}}, "original_max"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}}, "low_freq_factor"),
     ],
 )
 def test_a_contradictory_config_is_named_broken(change, words):
     with pytest.raises(ModelBroken, match=words):
         parse_decoder_config(LLAMA_31_8B | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"query_pre_attn_scalar": 0}, {"query_pre_attn_scalar": -256}, {"final_logit_softcapping": 0.0}],
+    ids=lambda change: "-".join(map(str, *change.items())),
+)
+def test_a_gemma_that_would_divide_by_zero_is_named_broken(change):
+    bare = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["Gemma3ForCausalLM"], **bare, "num_key_value_heads": 4, "vocab_size": 100}
+    with pytest.raises(ModelBroken, match=next(iter(change))):
+        parse_decoder_config(config | change)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from kvctl.engine.gguf_convert import _to_bf16, convert_gguf, converted_size_bytes
+from kvctl.engine.json_file import read_json_object
 from kvctl.engine.model_source import read_model_facts
 from kvctl.errors import KvctlError, ModelBroken, ModelNotFound, ModelNotSupported
 from tests.support import gguf_files
@@ -109,12 +110,13 @@ def test_facts_of_a_converted_folder_are_those_of_the_file(tmp_path: Path) -> No
     model = make(tmp_path / "m.gguf", LLAMA, **{"tokenizer.chat_template": "{{ messages }}<|im_end|>"})
     convert(tmp_path / "m.gguf", tmp_path / "out")
     facts = read_model_facts(tmp_path / "out")
-    assert facts.architecture == "LlamaForCausalLM"
+    config = read_json_object(tmp_path / "out" / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
     assert facts.max_model_len == model.config.max_position_embeddings
     assert facts.vocab_size == model.config.vocab_size
     assert facts.eos_token_ids == (2,)
-    assert facts.chat_template == "{{ messages }}<|im_end|>"
-    assert facts.config["rms_norm_eps"] == model.config.rms_norm_eps  # not 9.99999997e-07
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}<|im_end|>"
+    assert config["rms_norm_eps"] == model.config.rms_norm_eps  # not 9.99999997e-07
 
 
 def test_the_end_of_turn_of_the_chat_template_ends_a_text_too(tmp_path: Path) -> None:

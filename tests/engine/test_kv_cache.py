@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvctl.core.kv_cache_groups import group_layers
+from kvctl.engine.json_file import read_json_object
 from kvctl.engine.kv_cache import allocate_kv_cache
-from kvctl.engine.weights import read_json_object
 from kvctl.model.dtypes import kv_format
 from kvctl.model.kv_cache_spec import KVOptions, kv_cache_specs
 from kvctl.model.model_shape import ModelShape

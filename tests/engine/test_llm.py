@@ -7,14 +7,16 @@ from kvctl.core.sampling_params import SamplingParams
 from kvctl.engine.llm import LLM
 from kvctl.engine.model_source import ModelFacts
 from kvctl.errors import ConfigError, InvalidRequest
-from tests.support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, build_tokenizer
+from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE, build_tokenizer
 from tests.support.fakes import build_echo_core, engine_config
 
 
 @pytest.fixture
 def llm():
     generation_config = {"temperature": 0.3, "top_p": 0.8, "top_k": None, "max_length": 20}
-    facts = ModelFacts({}, "EchoForCausalLM", 512, (EOS_ID,), generation_config, CHAT_TEMPLATE, VOCAB_SIZE)
+    facts = ModelFacts(
+        max_model_len=512, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,), generation_config=generation_config
+    )
     return LLM.from_parts(engine_config(num_blocks=20), build_tokenizer(), facts, build_echo_core)
 
 
@@ -120,6 +122,11 @@ def test_a_conversation_or_several_are_answered(llm):
     assert [r.text for r in llm.chat([one, one], params(max_tokens=1))] == ["<", "<"]
     with pytest.raises(InvalidRequest):
         llm.chat([{"role": "user"}, {"content": 1}], params(), chat_template="{{ raise_exception('no') }}")
+
+
+def test_more_than_the_models_own_length_is_refused(demo_folder):
+    with pytest.raises(ConfigError, match="8193 is over the model's own length of 8192"):
+        LLM(str(demo_folder), max_model_len=8193)
 
 
 def test_the_demo_model_answers_through_the_public_name(demo_folder):

@@ -10,13 +10,18 @@ import pytest
 
 from kvctl.engine.model_source import read_model_facts, resolve_model
 from kvctl.engine.progress import silent
-from kvctl.errors import ConfigError, ModelBroken, ModelNotFound
-from tests.support import gguf_files
+from kvctl.engine.tokenizer import Tokenizer
+from kvctl.errors import ConfigError, ModelBroken, ModelNotFound, ModelNotSupported
+from tests.support import byte_tokenizer, gguf_files
 from tests.support.tiny_models import LLAMA, build
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "vocab_size": 100,
     "max_position_embeddings": 4096,
     "eos_token_id": 7,
@@ -44,7 +49,6 @@ def test_a_folder_is_served_under_the_name_it_was_given(tmp_path: Path, monkeypa
         source = resolve_model(name)
         assert source.folder == tmp_path / "org" / "model"
         assert source.name == name
-        assert not source.is_demo
 
 
 def test_a_gguf_file_is_converted_once_and_again_when_it_changed(tmp_path: Path) -> None:
@@ -56,7 +60,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changed(tmp_path: Path)
     write(0)
     stages: list[str] = []
     source = resolve_model(str(path), progress=lambda what, _: stages.append(what))
-    assert read_model_facts(source.folder).architecture == "LlamaForCausalLM"
+    assert read_model_facts(source.folder).vocab_size == LLAMA.make_config().vocab_size
     first = (source.folder / "model.safetensors").read_bytes()
     assert stages
     stages.clear()
@@ -116,38 +120,39 @@ def test_only_hub_models_have_revisions(name: str | None) -> None:
         resolve_model(name, revision="main")
 
 
-def test_facts_come_from_the_three_files(tmp_path: Path) -> None:
-    write_folder(
-        tmp_path, generation_config__json={"eos_token_id": [3, 4], "temperature": 0.6}, chat_template__jinja="{{ x }}"
-    )
+def test_facts_come_from_both_files(tmp_path: Path) -> None:
+    write_folder(tmp_path, generation_config__json={"eos_token_id": [3, 4], "temperature": 0.6})
     facts = read_model_facts(tmp_path)
-    assert facts.config == CONFIG
-    assert facts.architecture == "LlamaForCausalLM"
     assert facts.max_model_len == 4096
     assert facts.vocab_size == 100
     assert facts.eos_token_ids == (3, 4)
     assert facts.generation_config == {"eos_token_id": [3, 4], "temperature": 0.6}
-    assert facts.chat_template == "{{ x }}"
 
 
 def test_what_is_not_there_has_its_default(tmp_path: Path) -> None:
     facts = read_model_facts(write_folder(tmp_path))
     assert facts.eos_token_ids == (7,)
     assert facts.generation_config == {}
-    assert facts.chat_template is None
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"tokenizer_config__json": {"chat_template": "T"}},
-        {"chat_template__json": {"chat_template": "T"}},
-        {"tokenizer_config__json": {"chat_template": [{"name": "default", "template": "T"}, {"name": "rag"}]}},
-        {"chat_template__jinja": "T", "tokenizer_config__json": {"chat_template": "older"}},
-    ],
-)  # fmt: skip
-def test_the_chat_template_is_found_where_each_time_put_it(files: dict[str, Any], tmp_path: Path) -> None:
-    assert read_model_facts(write_folder(tmp_path, **files)).chat_template == "T"
+def test_gemma3_4b_leaves_out_what_equals_the_defaults(tmp_path: Path) -> None:
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    published = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text}
+    facts = read_model_facts(write_folder(tmp_path, published))
+    assert (facts.max_model_len, facts.vocab_size, facts.eos_token_ids) == (131_072, 262_208, (1, 106))
+
+
+def test_an_architecture_that_is_not_served_is_told_with_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match=f"{tmp_path}: the architecture MambaForCausalLM") as caught:
+        read_model_facts(write_folder(tmp_path, CONFIG | {"architectures": ["MambaForCausalLM"]}))
+    assert "LlamaForCausalLM" in caught.value.hint
+
+
+def test_the_tokenizers_own_end_of_text_counts_too(tmp_path: Path) -> None:
+    byte_tokenizer.save_tokenizer(tmp_path)
+    facts = read_model_facts(write_folder(tmp_path))
+    assert facts.end_token_ids(Tokenizer.load(tmp_path)) == {7, byte_tokenizer.EOS_ID}
 
 
 @pytest.mark.parametrize(
@@ -157,8 +162,16 @@ def test_the_chat_template_is_found_where_each_time_put_it(files: dict[str, Any]
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 8192),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 4096),
-        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 4096),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "model_type": "gemma3_text",
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            4096,
+        ),
     ],
 )
 def test_the_longest_context_counts_stretched_positions(changes: dict[str, Any], length: int, tmp_path: Path) -> None:
@@ -172,13 +185,11 @@ def test_the_longest_context_counts_stretched_positions(changes: dict[str, Any],
         ("config.json", "[]", r"config\.json holds a list"),
         ("config.json", "[" * 100_000, r"config\.json is not valid JSON"),
         ("config.json", "\xff", r"config\.json is not valid JSON"),
-        ("config.json", '{"architectures": []}', "architectures is"),
-        ("config.json", json.dumps(CONFIG | {"vocab_size": "many"}), "vocab_size is 'many'"),
-        ("config.json", json.dumps(CONFIG | {"max_position_embeddings": None}), "max_position_embeddings is missing"),
-        ("config.json", json.dumps(CONFIG | {"text_config": 3}), "text_config is 3"),
+        ("config.json", '{"architectures": []}', "'architectures' is"),
+        ("config.json", json.dumps(CONFIG | {"vocab_size": "many"}), "'vocab_size' is 'many'"),
+        ("config.json", json.dumps(CONFIG | {"architectures": ["Gemma3ForConditionalGeneration"]}), "'text_config'"),
         ("generation_config.json", "{,}", r"generation_config\.json is not valid JSON"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id is '</s>'"),
-        ("tokenizer_config.json", "nope", r"tokenizer_config\.json is not valid JSON"),
     ],
 )
 def test_a_broken_file_is_named(name: str, text: str, named: str, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_half_precision_stays_near_float32(tiny, dtype, tiny_folder):
 
 
 def test_a_model_saved_with_vision_names_serves_its_text_part(tiny_folder, tmp_path):
-    from kvctl.engine.weights import read_json_object
+    from kvctl.engine.json_file import read_json_object
 
     model, folder = tiny_folder(tiny_models.GEMMA3_TIED)
     config = read_json_object(folder / "config.json")

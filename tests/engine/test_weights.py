@@ -9,9 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from kvctl.engine.json_file import read_json_object
 from kvctl.engine.models.registry import parse_decoder_config
 from kvctl.engine.models.weight_layout import all_tensors
-from kvctl.engine.weights import CheckpointWeights, DummyWeights, read_json_object
+from kvctl.engine.weights import CheckpointWeights, DummyWeights
 from kvctl.errors import KvctlError, ModelBroken, ModelNotSupported
 from tests.support import engine_runs, tiny_models
 

@@ -17,7 +17,12 @@ from kvctl.server.engine_config import (
 )
 from kvctl.units import GIB
 
-FACTS = ModelFacts({}, "LlamaForCausalLM", 8192, (2,), {"temperature": 0.6, "top_p": 0.9, "do_sample": True}, None, 100)
+FACTS = ModelFacts(
+    max_model_len=8192,
+    vocab_size=100,
+    eos_token_ids=(2,),
+    generation_config={"temperature": 0.6, "top_p": 0.9, "do_sample": True},
+)
 H200, L4, A100 = Gpu("NVIDIA H200", 139 * GIB), Gpu("NVIDIA L4", 22 * GIB), Gpu("NVIDIA A100-SXM4-80GB", 79 * GIB)
 B200 = Gpu("NVIDIA B200", 178 * GIB)
 

@@ -41,7 +41,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position_tokens: int
+    max_position_tokens: int  # the longest sequence, with what a rope scaling stretches it to
     rms_norm_eps: float
     windows: tuple[int | None, ...]  # per layer, in tokens incl. the token itself; None: full attention
     ropes: tuple[RopeConfig, ...]  # per layer

@@ -2,9 +2,11 @@
 
 Knows no torch and no weights. Both spellings of config.json are read: the old one (`rope_theta` beside
 `rope_scaling`) and the one transformers 5 writes (`rope_parameters`, per layer kind where they differ).
-Defaults for absent keys are those of the family's config class in transformers 5.24. Floor 2.
+Defaults for absent keys are those of the family's config class in transformers 5.24, but for the number of KV heads,
+where absent means one for each query head. Floor 2.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -14,6 +16,7 @@ from kvctl.errors import ModelBroken, ModelNotSupported
 
 Config = Mapping[str, Any]
 
+_LARGEST_COUNT = 2**31 - 1
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -27,7 +30,7 @@ def _count(config: Config, key: str, default: int | None = None) -> int:
     value = config.get(key, default)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST_COUNT:
         raise _broken(f"{key!r} is {value!r}, not a positive whole number")
     return value
 
@@ -36,7 +39,7 @@ def _optional_number(source: Config, key: str) -> float | None:
     value = source.get(key)
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise _broken(f"{key!r} is {value!r}, not a number")
     return float(value)
 
@@ -50,6 +53,17 @@ def _number(source: Config, key: str, default: float | None = None) -> float:
     return value
 
 
+def _positive(source: Config, key: str, default: float | None = None) -> float:
+    value = _number(source, key, default)
+    if value <= 0:
+        raise _broken(f"{key!r} is {value:g}, not a positive number")
+    return value
+
+
+def _soft_cap(config: Config, key: str) -> float | None:
+    return None if config.get(key) is None else _positive(config, key)
+
+
 def _rope(parameters: Config, theta: float, max_position_tokens: int, config: Config) -> RopeConfig:
     rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))
     if rope_type not in _ROPE_TYPES:
@@ -60,29 +74,32 @@ def _rope(parameters: Config, theta: float, max_position_tokens: int, config: Co
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelNotSupported("partial rotary embeddings are not supported", hint="Choose another model.")
     theta = _number(parameters, "rope_theta", theta)
+    if theta <= 1:
+        raise _broken(f"'rope_theta' is {theta:g}; the base of rotary embeddings must be over 1")
     if rope_type == "default":
         return RopeConfig(theta)
     trained = max_position_tokens
     if rope_type in ("llama3", "yarn"):
-        trained = int(
-            _optional_number(config, "original_max_position_embeddings")
-            or _number(parameters, "original_max_position_embeddings", max_position_tokens)
-        )
+        key = "original_max_position_embeddings"
+        trained = _count(parameters if config.get(key) is None else config, key, max_position_tokens)
     factor = _optional_number(parameters, "factor")
     if factor is None and rope_type == "yarn":
         factor = max_position_tokens / trained
     if factor is None or factor <= 0:
         raise _broken(f"rope scaling of type {rope_type!r} has the factor {factor!r}")
+    low, high = _number(parameters, "low_freq_factor", 1.0), _number(parameters, "high_freq_factor", 4.0)
+    if rope_type == "llama3" and low >= high:
+        raise _broken(f"'low_freq_factor' {low:g} is not under 'high_freq_factor' {high:g}")
     return RopeConfig(
         theta=theta,
         rope_type=cast("RopeType", rope_type),
         factor=factor,
         original_max_position_tokens=trained,
-        low_freq_factor=_number(parameters, "low_freq_factor", 1.0),
-        high_freq_factor=_number(parameters, "high_freq_factor", 4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         attention_factor=_optional_number(parameters, "attention_factor"),
-        beta_fast=_optional_number(parameters, "beta_fast") or 32.0,
-        beta_slow=_optional_number(parameters, "beta_slow") or 1.0,
+        beta_fast=_positive(parameters, "beta_fast", 32.0),
+        beta_slow=_positive(parameters, "beta_slow", 1.0),
         mscale=_optional_number(parameters, "mscale"),
         mscale_all_dim=_optional_number(parameters, "mscale_all_dim"),
         truncate=bool(parameters.get("truncate", True)),
@@ -146,9 +163,17 @@ def _common(config: Config, architecture: str, *, default_head_dim: int | None =
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": _number(config, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": _positive(config, "rms_norm_eps", 1e-6),
         "attention_scale": head_dim**-0.5,
     }
+
+
+def _stretched(rope: RopeConfig, max_position_tokens: int) -> int:
+    """The longest sequence, as vLLM counts it (config/model.py, 0.32): llama3 states the stretched length already."""
+    if rope.rope_type not in ("linear", "dynamic", "yarn"):
+        return max_position_tokens
+    trained = rope.original_max_position_tokens if rope.rope_type == "yarn" else max_position_tokens
+    return max(1, int(trained * rope.factor))
 
 
 def _llama_like(
@@ -157,7 +182,7 @@ def _llama_like(
     rope = _rope_of(config, _FULL, 10_000.0, max_position_tokens)
     return DecoderConfig(
         **{
-            "max_position_tokens": max_position_tokens,
+            "max_position_tokens": _stretched(rope, max_position_tokens),
             "windows": windows,
             "ropes": (rope,) * fields["num_layers"],
             "activation": _activation(config, "hidden_act", "silu"),
@@ -254,7 +279,7 @@ def gemma3_text(config: Config, architecture: str) -> DecoderConfig:
             "max_position_tokens": max_position_tokens,
             "windows": windows,
             "ropes": tuple(full if window is None else sliding for window in windows),
-            "attention_scale": _number(config, "query_pre_attn_scalar", 256) ** -0.5,
+            "attention_scale": _positive(config, "query_pre_attn_scalar", 256) ** -0.5,
             "activation": _activation(config, "hidden_activation", "gelu_pytorch_tanh"),
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
             "qkv_bias": bias,
@@ -263,8 +288,8 @@ def gemma3_text(config: Config, architecture: str) -> DecoderConfig:
             "sandwich_norms": True,
             "norm_plus_one": True,
             "embedding_scale": float(fields["hidden_size"]) ** 0.5,
-            "attention_soft_cap": _optional_number(config, "attn_logit_softcapping"),
-            "logit_soft_cap": _optional_number(config, "final_logit_softcapping"),
+            "attention_soft_cap": _soft_cap(config, "attn_logit_softcapping"),
+            "logit_soft_cap": _soft_cap(config, "final_logit_softcapping"),
             "allows_float16": False,
         }
     )

@@ -43,5 +43,5 @@ def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
         )
     try:
         return parse(config, names[0])
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelBroken(f"config.json cannot be understood: {error}", hint="Download the model again.") from error
