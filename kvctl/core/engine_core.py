@@ -61,14 +61,14 @@ class EngineCore:
             InvariantViolation: requests wait, none runs, and still none can be admitted.
         """
         started_s = self._clock()
-        outputs: list[EngineOutput] = []
+        outputs: list[EngineOutput] | None = None
         plan = self.scheduler.schedule()
         scheduled_s = self._clock()
         if plan.is_empty:
             self._check_not_stuck()
         else:
             outputs = self.scheduler.update(plan, self.runner.execute(plan))
-        return self._result(outputs, plan, started_s, scheduled_s)
+        return self._result(outputs, plan, started_s, scheduled_s, started_s)
 
     def _check_not_stuck(self) -> None:
         if self.scheduler.waiting and not self.scheduler.running:
@@ -76,11 +76,18 @@ class EngineCore:
             raise InvariantViolation(f"{head} cannot start although nothing runs: {head.waiting_reason}")
 
     def _result(
-        self, outputs: list[EngineOutput], plan: SchedulerOutput, started_s: float, scheduled_s: float
+        self,
+        outputs: list[EngineOutput] | None,
+        plan: SchedulerOutput,
+        started_s: float,
+        scheduled_s: float,
+        busy_since_s: float,
     ) -> StepResult:
+        """Tell of `plan`, and of the step that has ended, if one has (`outputs`): it took since `busy_since_s`."""
         ended_s = self._clock()
         stats = self.scheduler.take_stats()
-        stats.step_duration_s = ended_s - started_s
         stats.schedule_duration_s = scheduled_s - started_s
+        if outputs is not None:
+            stats.step_duration_s = ended_s - busy_since_s
         admissions = [AdmissionEvent(new.request_id, scheduled_s) for new in plan.new_requests]
-        return StepResult(outputs=outputs, stats=stats, at_s=ended_s, admissions=admissions)
+        return StepResult(outputs=outputs or [], stats=stats, at_s=ended_s, admissions=admissions)

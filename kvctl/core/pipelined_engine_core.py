@@ -21,7 +21,8 @@ class PipelinedEngineCore(EngineCore):
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, clock: Clock) -> None:
         super().__init__(scheduler, runner, clock)
         self._thread = ThreadPoolExecutor(1, "model-runner")
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput], float]] = deque()  # with its start
+        self._last_end_s = 0.0  # of the step told last
 
     def close(self) -> None:
         """Wait for the steps in flight and end the thread."""
@@ -38,14 +39,21 @@ class PipelinedEngineCore(EngineCore):
             InvariantViolation: requests wait, none runs, and still none can be admitted.
         """
         started_s = self._clock()
-        outputs: list[EngineOutput] = []
+        outputs: list[EngineOutput] | None = None
+        busy_since_s = started_s
         plan = self.scheduler.schedule()
         scheduled_s = self._clock()
         if not plan.is_empty:
-            self._in_flight.append((plan, self._thread.submit(self.runner.execute, plan)))
+            self._in_flight.append((plan, self._thread.submit(self.runner.execute, plan), started_s))
         elif not self._in_flight:
             self._check_not_stuck()
         if self._in_flight and (plan.is_empty or len(self._in_flight) == MAX_STEPS_IN_FLIGHT):
-            oldest, future = self._in_flight.popleft()
-            outputs = self.scheduler.update(oldest, future.result())
-        return self._result(outputs, plan, started_s, scheduled_s)
+            oldest, future, oldest_started_s = self._in_flight[0]
+            result = future.result()
+            self._in_flight.popleft()  # not before: a Ctrl-C while waiting must not lose the step
+            outputs = self.scheduler.update(oldest, result)
+            busy_since_s = max(oldest_started_s, self._last_end_s)  # it ran after the one before had ended
+        told = self._result(outputs, plan, started_s, scheduled_s, busy_since_s)
+        if outputs is not None:
+            self._last_end_s = told.at_s
+        return told

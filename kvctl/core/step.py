@@ -107,7 +107,7 @@ class SchedulerStats:
     num_recomputed_tokens: int = 0  # computed again after a preemption
     num_scheduled_tokens: int = 0
     num_prefill_tokens: int = 0  # of those, belonging to prompts
-    step_duration_s: float = 0.0
+    step_duration_s: float = 0.0  # of the step that has ended; 0: none has
     schedule_duration_s: float = 0.0
 
     @property

@@ -117,8 +117,9 @@ class EngineMetrics:
             self._prefill_tokens.inc(stats.num_prefill_tokens)
             self._decode_tokens.inc(max(0, stats.num_scheduled_tokens - stats.num_prefill_tokens))
             self._iteration_tokens.observe(stats.num_scheduled_tokens)
-            self._step_duration.observe(stats.step_duration_s)
             self._schedule_duration.observe(stats.schedule_duration_s)
+        if stats.step_duration_s:  # with overlapped steps it is an earlier one's
+            self._step_duration.observe(stats.step_duration_s)
 
     def request_accepted(self) -> None:
         """Count one request (one child of n) given to the engine."""

@@ -46,6 +46,14 @@ class Ticks:
         return self.now
 
 
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_step_tells_tokens_admissions_and_times() -> None:
     core = EngineCore(make_scheduler(), CountingRunner(), Ticks())
     core.add(make_request("a", 5, max_tokens=2))
@@ -158,6 +166,53 @@ def test_the_next_step_is_started_before_the_last_one_is_told() -> None:
     last = core.step()
     assert last.outputs[0].finish_reason is FinishReason.LENGTH and not core.has_work()
     assert len(runner.plans) == 3  # nothing was computed beyond max_tokens
+    core.close()
+
+
+def test_the_duration_of_an_overlapped_step_is_its_own() -> None:
+    """A prompt that takes 10 s and is all there is: not the instant in which it was handed over."""
+    clock = HandClock()
+
+    class Slow(CountingRunner):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            clock.now += 10.0
+            return super().execute(plan)
+
+    core = PipelinedEngineCore(make_scheduler(), Slow(), clock)
+    for name in ("a", "b"):
+        core.add(make_request(name, 5, max_tokens=1))
+        steps = []
+        while core.has_work():
+            steps.append(core.step().stats)
+        assert [step.step_duration_s for step in steps] == [0.0, 10.0]
+        assert sum(step.num_scheduled_tokens for step in steps) == 5
+        clock.now += 1000.0
+    core.add(make_request("c", 5, max_tokens=3))
+    durations = []
+    while core.has_work():
+        durations.append(core.step().stats.step_duration_s)
+    assert sum(durations) == 30.0 and durations[0] == 0.0
+    core.close()
+
+
+def test_an_interruption_while_a_step_is_waited_for_does_not_lose_it() -> None:
+    core = PipelinedEngineCore(make_scheduler(), CountingRunner(), Ticks())
+    core.add(make_request("a", 5, max_tokens=3))
+    core.step()
+    real = core._in_flight[0][1].result
+
+    def interrupted() -> ModelRunnerOutput:
+        core._in_flight[0][1].result = real  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    core._in_flight[0][1].result = interrupted  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.abort("a")
+    while core.has_work():
+        assert core.step().outputs == []
+    core.add(make_request("a", 5, max_tokens=1))  # nothing holds its id any more
+    assert [o.new_token_ids for _ in range(2) for o in core.step().outputs] == [[5]]
     core.close()
 
 
