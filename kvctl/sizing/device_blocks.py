@@ -21,8 +21,8 @@ def default_block_tokens(
     """Tokens a block, when the user does not say.
 
     Latents of DeepSeek's size: 64 with FlashMLA (Hopper, server Blackwell; taken where no device is named), which
-    sparse attention (DSA) always uses; other devices keep the engine's own. TPUs: a sixteenth of the length, as a power of two
-    from 16 to 256 (vLLM's PallasAttentionBackend; a log estimates 5,632 tokens where blocks of 16 would give 5,808).
+    sparse attention (DSA) always uses; other devices keep the engine's own. TPUs: a sixteenth of the length, as a power
+    of two from 16 to 256 (vLLM's PallasAttentionBackend; a log estimates 5,632 tokens where blocks of 16 give 5,808).
     """
     if rules.name == "vllm" and hardware is not None and hardware.vendor == "google":
         power = 1 << (max_model_len - 1).bit_length()

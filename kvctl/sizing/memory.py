@@ -35,6 +35,7 @@ class EngineDefaults:
     utilization: float
     max_num_batched_tokens: int
     max_num_seqs: int
+    profiles_sampling: bool = True  # whether the step that measures memory samples too
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,16 @@ def engine_defaults(
     """Utilisation, tokens per step and requests at once.
 
     Source: vLLM's EngineArgs: 0.9 (0.92 from 0.21); 2048, 8192 or (newest) 16384 tokens by GPU; 256 or 1024 requests.
-    Before 0.8 a step took a whole prompt (max_model_len) unless that was over 32,768, or always with MLA. SGLang:
-    0.88 of the total; TensorRT-LLM: 0.9 of what is free; llama.cpp has no such share.
+    Before 0.8 a step took a whole prompt (max_model_len); from 0.5.4 on one over 32,768 went in chunks of 512 (2,048
+    from 0.6.5 on), unless with MLA, and no token was sampled (issue 10517: 0.06 GiB of activations for chunks).
+    SGLang: 0.88 of the total; TensorRT-LLM: 0.9 of what is free; llama.cpp has no such share.
     """
     if rules.name == "vllm":
         big = hardware is not None and hardware.total_bytes >= BIG_GPU_BYTES and "a100" not in hardware.id
         if rules.is_v0:
-            chunked = max_model_len > 32768 and not has_latent
-            return EngineDefaults(0.9, 2048 if chunked else max(2048, max_model_len), 256)
+            if rules.version >= (0, 5, 4) and max_model_len > 32768 and not has_latent:
+                return EngineDefaults(0.9, 2048 if rules.version >= (0, 6, 5) else 512, 256, profiles_sampling=False)
+            return EngineDefaults(0.9, max(2048, max_model_len), 256)
         modern = not rules.version or rules.version >= (0, 10)
         utilization = 0.92 if not rules.version or rules.version >= (0, 21) else 0.9
         huge = hardware is not None and hardware.total_bytes >= HUGE_GPU_BYTES and utilization == 0.92
@@ -160,8 +163,14 @@ def graph_bytes(shape: ModelShape, *, tensor_parallel: int, max_num_seqs: int) -
     return Range(value // 3, value, int(value * 2.8))
 
 
-def other_bytes(*, ranks: int, unified: bool) -> Range:
-    """The context beyond PyTorch's reach: 0.01 to 0.14 GiB on one GPU; NCCL adds 0.35 to 2.5 GiB on several."""
+def other_bytes(*, ranks: int, unified: bool, counts_context: bool = False) -> Range:
+    """The context beyond PyTorch's reach: 0.01 to 0.14 GiB on one GPU; NCCL adds 0.35 to 2.5 GiB on several.
+
+    `counts_context`: vLLM before 0.7 counted the CUDA context and whatever else was on the GPU: 0.35 to 1.79 GiB on
+    one, 3.58 on two (issue 10517, pull request 10511).
+    """
+    if counts_context:
+        return Range(10 * MIB, 350 * MIB, 2 * GIB) if ranks == 1 else Range(300 * MIB, 1500 * MIB, 4 * GIB)
     if unified:
         return Range(200 * MIB, 1000 * MIB, 4 * GIB)
     if ranks == 1:
@@ -180,6 +189,7 @@ def memory_budget(
     num_rows: int,
     tensor_parallel: int,
     element_bytes: int,
+    samples: bool = True,
     expert_ranks: int = 1,
     quantized: bool = False,
     eager: bool = False,
@@ -197,7 +207,7 @@ def memory_budget(
     activation = activation_bytes(
         shape,
         num_tokens=num_tokens,
-        num_rows=num_rows,
+        num_rows=num_rows if samples else 0,
         tensor_parallel=tensor_parallel,
         element_bytes=element_bytes,
         moe_tokens=max(num_tokens, min(num_tokens * expert_ranks, _MOE_CHUNK_TOKENS)),
@@ -206,7 +216,8 @@ def memory_budget(
     graphs = Range(0, 0, 0)
     if not eager:
         graphs = graph_bytes(shape, tensor_parallel=tensor_parallel, max_num_seqs=num_rows)
-    other = other_bytes(ranks=tensor_parallel * expert_ranks, unified=unified)
+    counts_context = rules.is_v0 and rules.version < (0, 7)
+    other = other_bytes(ranks=tensor_parallel * expert_ranks, unified=unified, counts_context=counts_context)
     inside = activation + other + (graphs if rules.estimates_graphs else Range(0, 0, 0))
     if known.weight_factor is not None:
         weights_bytes = int(weights_bytes * known.weight_factor)

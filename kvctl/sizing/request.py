@@ -334,6 +334,7 @@ def _budget(
         weights_bytes=weights.bytes_per_gpu,
         num_tokens=limits.max_num_batched_tokens,
         num_rows=limits.max_num_seqs,
+        samples=defaults.profiles_sampling,
         tensor_parallel=request.parallel.tensor,
         element_bytes=element_bytes(dtype),
         expert_ranks=request.parallel.data if request.parallel.expert else 1,
