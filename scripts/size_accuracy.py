@@ -40,7 +40,7 @@ PRINTED_GIB = 0.005  # a figure of two decimals is this uncertain either way
 SWAP_GIB = 4  # vLLM V0's default swap space
 # Why a case may be off, by its name. Each is a fact about the run or a limit of its log, not of the rule.
 EXPLAINED = {
-    "glm51-rocm-err": "about 923 bytes per layer and token on ROCm: not explained by any known layout",
+    "glm51-rocm-err": "72.0 kB a token on ROCm: no whole number for 78 layers, 912 for 79 (a draft layer too); no known layout",
     "dsv4-flash-1m": "how vLLM packs DeepSeek V4's compressed layers is not pinned: answers 'cannot tell'",
 }
 
@@ -93,9 +93,9 @@ class Cases:
 
     def model_name(self, case: dict[str, Any]) -> str | None:
         """The catalogue entry of a case's model."""
-        named = self.extra["models"].get(case["id"])
+        named: str | None = self.extra["models"].get(case["id"])
         if named is None and case.get("config"):
-            named = case["config"].removesuffix(".json").replace("__", "/", 1)
+            named = str(case["config"]).removesuffix(".json").replace("__", "/", 1)
         return named
 
     def gpu(self, case: dict[str, Any]) -> HardwareProfile | None:

@@ -66,6 +66,7 @@ def serve(
     enable_force_include_usage: o.EnableForceIncludeUsage = False,
     enable_request_id_headers: o.EnableRequestIdHeaders = False,
     shutdown_timeout: o.ShutdownTimeout = 0.0,
+    engine_stall_timeout: o.EngineStallTimeout = 60.0,
     device: o.Device = o.DeviceName.AUTO,
     threads: o.Threads = None,
     cpu_kernels: o.CpuKernels = o.CpuKernelsName.AUTO,
@@ -117,6 +118,7 @@ def build_config(values: dict[str, Any]) -> "ServeConfig":
         api=_api_options(values),
         max_num_queued_reqs=values["max_num_queued_reqs"],
         shutdown_timeout_s=values["shutdown_timeout"],
+        stall_timeout_s=values["engine_stall_timeout"] or None,
         log_level=values["log_level"].value,
         log_stats=not values["disable_log_stats"],
     )

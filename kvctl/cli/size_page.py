@@ -19,6 +19,7 @@ from kvctl.errors import ConfigError
 from kvctl.model.dtypes import kv_format
 from kvctl.model.kv_cache_spec import KVOptions, kv_cache_specs, marginal_bytes_per_token
 from kvctl.model.layer_shape import LayerKind
+from kvctl.sizing.capacity import Capacity
 from kvctl.sizing.json_report import PROGRAMS
 from kvctl.sizing.recommend import Choice, obstacle, serve_command
 from kvctl.sizing.request import SizeAnswer
@@ -58,12 +59,10 @@ def page(options: SizeOptions, findings: Findings) -> Iterable[Text | Table]:
     """The parts of the page, top to bottom."""
     answer = findings.answer
     marks = Marks(options.ascii_only)
-    yield _title(answer)
     if options.max_context and answer.capacity is not None:
-        yield Text(
-            f"{format_count(answer.capacity.max_context_tokens)} tokens is the longest context that fits.", "bold"
-        )
+        yield longest_context(answer, answer.capacity)
     yield verdict(findings)
+    yield _title(answer)
     if answer.budget is not None and answer.request.kv_bytes is None:
         yield Text()
         yield from memory_bar(answer, marks)
@@ -110,7 +109,7 @@ def page(options: SizeOptions, findings: Findings) -> Iterable[Text | Table]:
 
 def _bullet(mark: str, line: str, style: str = "") -> Iterable[Text]:
     """A point with its further lines set in."""
-    for i, part in enumerate(textwrap.wrap(line, PAGE_COLUMNS - 4) or [""]):
+    for i, part in enumerate(textwrap.wrap(line, PAGE_COLUMNS - 4, break_on_hyphens=False) or [""]):
         yield Text(f" {mark if i == 0 else ' '} {part}", style=style)
 
 
@@ -118,8 +117,8 @@ def _title(answer: SizeAnswer) -> Text:
     model, weights = answer.request.model, answer.weights
     count = f", {weights.num_parameters / 1e9:.2f} B parameters" if weights and weights.num_parameters else ""
     text = Text(model.id, style="bold")
-    text.append(f"  {model.shape.architecture}, {model.shape.attention}{count}", style="not bold")
-    text.append(f"\n{model.source}", style="dim")
+    text.append(count, style="not bold")
+    text.append(f"\n{model.shape.architecture}, {model.shape.attention}; {model.source}", style="dim")
     return text
 
 
@@ -147,6 +146,14 @@ def verdict(findings: Findings) -> Text:
         return Text(f"DOES NOT FIT: weights and overheads leave no memory for KV cache{where}.", "bold red")
     longest = format_count(capacity.max_context_tokens)
     return Text(f"DOES NOT FIT: one request of {length} tokens{where}; {longest} tokens would.", "bold red")
+
+
+def longest_context(answer: SizeAnswer, capacity: Capacity) -> Text:
+    """The answer to --max-context, and what binds: the memory or the model."""
+    longest, own = capacity.max_context_tokens, answer.request.model.shape.max_model_len
+    if longest == own:
+        return Text(f"{format_count(longest)} tokens, the model's own limit, fit: memory does not bind.", "bold")
+    return Text(f"{format_count(longest)} tokens is the longest context that fits.", "bold")
 
 
 def _where(answer: SizeAnswer) -> str:

@@ -112,8 +112,8 @@ def curve_lines(answer: SizeAnswer, marks: Marks) -> list[Text]:
     if max(counts) < 1:
         return []
     top = max(1, max(counts)).__ceil__().bit_length()
-    rows = min(_CURVE_ROWS, top + 1)
-    step = top / (rows - 1) if rows > 1 else 1
+    step = -(-top // (_CURVE_ROWS - 1))  # doublings a row
+    rows = -(-top // step) + 1
     levels = [round(log2(c) / step) if c >= 1 else -1 for c in counts]
     lines = [Text("Requests at once, by the context of each", style="bold")]
     column = 6

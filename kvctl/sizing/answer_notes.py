@@ -56,7 +56,7 @@ def _about_versions(rules: EngineRules, pool: Pool | None, asked: Asked) -> list
     if rules.name != "vllm" or pool is None:
         return []
     notes = []
-    if not rules.version and len(pool.groups) > 1:
+    if not rules.version and any(g.window_tokens is not None for g in pool.groups):
         pinned, newest = (".".join(map(str, v)) for v in (PINNED_VLLM, NEWEST_VLLM))
         notes.append(
             f"vllm without a version follows {pinned}, the newest that printed logs pin; from 0.26 on windowed layers "

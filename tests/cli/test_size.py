@@ -209,6 +209,20 @@ def test_a_page_is_right_at_80_columns_and_plain_in_ascii(kvctl, words: Sequence
     assert plain.isascii()
 
 
+def test_the_verdict_is_the_first_line_and_no_flag_is_broken_over_two(kvctl) -> None:
+    page = kvctl("Qwen/Qwen3.6-27B", "--gpu", "rtx-5090", "--engine", "vllm", "-q", "nvfp4").out
+    assert page.startswith(("FITS: ", "DOES NOT FIT: "))
+    assert "--no-enable-prefix-caching" in page
+    assert not [line for line in page.splitlines() if line.endswith("-") and "--" in line]
+
+
+def test_the_longest_context_says_what_binds(kvctl) -> None:
+    """One request of the model's own length fits an H100 many times; an L4 holds less than that."""
+    assert kvctl(QWEN, "--gpu", "h100", "--max-context").out.startswith("32,768 tokens, the model's own limit, fit")
+    tight = kvctl("meta-llama/Llama-3.1-8B-Instruct", "--gpu", "l4", "--max-context").out
+    assert "is the longest context that fits." in tight.splitlines()[0]
+
+
 def test_the_memory_bar_is_to_scale(kvctl) -> None:
     lines = kvctl("meta-llama/Llama-3.1-8B-Instruct", "--gpu", "a100-40g", "--ascii").out.splitlines()
     bar = next(line for line in lines if line.startswith(" WWW"))
