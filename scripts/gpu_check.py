@@ -35,9 +35,9 @@ from kvctl.core.config import SchedulerConfig
 from kvctl.core.request import Request
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.engine.build import build_engine_core
+from kvctl.engine.cascade import CascadeRule
 from kvctl.engine.config import DeviceConfig, EngineConfig, ModelConfig
 from kvctl.sizing.kernel_time import Ceilings, decode_work, prefill_work
-from kvctl_kernels.configs import cascade_pays
 from kvctl_kernels.metadata import AttentionMetadata
 
 BUDGET_S = 360.0
@@ -406,7 +406,7 @@ def shared_prefix(bench: Bench, core: Any, vocabulary: int) -> list[dict[str, An
     rows = []
     for is_allowed in (True, False):
         prompts = prompts_of(count, shared + 32, vocabulary, shared=shared)
-        with patch("kvctl.engine.input_batch.cascade_pays", cascade_pays if is_allowed else lambda *_: False):
+        with patch.object(CascadeRule, "pays", CascadeRule.pays if is_allowed else lambda *_: False):
             generate(core, prompts, 1, f"prefix{is_allowed}")  # all prompts are in the cache then: decode alone is left
             tokens, seconds = generate(core, prompts, output, f"cascade{is_allowed}")
         rate = sum(map(len, tokens.values())) / seconds

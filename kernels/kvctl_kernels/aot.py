@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from kvctl_kernels import triton_attention, triton_layer, triton_sampling
 from kvctl_kernels.configs import (
     ARCHS,
     SHARED_LIMIT_BYTES,
+    SMALLEST_SM8X_BYTES,
     Arch,
     AttentionConfig,
+    block_dim,
     decode_config,
-    next_power_of_2,
+    dot_precision,
     prefill_config,
 )
 
@@ -43,13 +45,16 @@ FUNCTIONS = {
     "gate_and_mul": triton_layer.gate_and_mul_kernel,
     "race": triton_sampling.race_kernel,
 }
-# What a launch may ask of an attention kernel beside the plain case, each compiled for bf16 pages: (kernel, head_dim,
-# label, constants, pointers).
+# What a launch may ask of an attention kernel beside the plain case, each compiled for every kind of page: (kernel,
+# head_dim, label, constants, pointers).
 VARIANTS: tuple[tuple[str, int, str, dict[str, Any], dict[str, str]], ...] = (
     ("paged_decode", 128, "after a prefix", {"HAS_START": True}, {"kv_start_ptr": "i32"}),
+    ("paged_decode", 128, "one split", {"WRITE_LSE": False}, {"out_ptr": "bf16", "lse_ptr": "none"}),
+    ("paged_decode", 128, "G7", {"GROUP": 7}, {}),
     ("paged_decode", 256, "window", {"HAS_WINDOW": True}, {}),
     ("paged_decode", 128, "window cap", {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
-    ("paged_prefill", 128, "shared prefix", {"CAUSAL": False, "WRITE_LSE": True}, {"lse_ptr": "fp32"}),
+    ("paged_prefill", 128, "shared prefix", {"IS_PART": True}, {"out_ptr": "fp32", "lse_ptr": "fp32"}),
+    ("paged_prefill", 128, "G7", {"GROUP": 7}, {}),
     ("paged_prefill", 128, "window", {"HAS_WINDOW": True}, {}),
     ("paged_prefill", 256, "window", {"HAS_WINDOW": True}, {}),
     ("paged_prefill", 128, "window cap", {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
@@ -97,101 +102,145 @@ class Row:
     problems: list[str] = field(default_factory=list)
 
 
-def _kv_types(arch: Arch) -> Iterator[tuple[str, str, int, int]]:
-    """(label, pointer type, KV_KIND, bytes) of the caches this architecture can hold."""
-    yield "bf16", "bf16", 0, 2
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A kind of KV cache: what the model computes in (`query`), how a page holds it, KV_KIND, bytes of a number."""
+
+    label: str
+    query: str
+    pointer: str
+    kind: int = 0
+    num_bytes: int = 2
+
+
+def _pages(arch: Arch) -> Iterator[Pages]:
+    """The caches of a bfloat16 model that this architecture can hold."""
+    yield Pages("bf16", "bf16", "bf16")
     if arch == "sm_80":
-        yield "e4m3", "u8", 2, 1
+        yield Pages("e4m3", "bf16", "u8", 2, 1)
     else:
-        yield "e4m3", "fp8e4b8" if arch == "gfx942" else "fp8e4nv", 1, 1
+        yield Pages("e4m3", "bf16", "fp8e4b8" if arch == "gfx942" else "fp8e4nv", 1, 1)
     if arch != "gfx942":
-        yield "e5m2", "fp8e5", 1, 1
+        yield Pages("e5m2", "bf16", "fp8e5", 1, 1)
 
 
-def _attention_constants(head_dim: int, kind: int, config: AttentionConfig, has_scales: bool) -> dict[str, Any]:
+_FLOAT32 = Pages("fp32", "fp32", "fp32", 0, 4)
+_FLOAT16 = Pages("fp16", "fp16", "fp16")
+
+
+def _attention_case(
+    kernel: str,
+    arch: Arch,
+    head_dim: int,
+    pages: Pages,
+    label: str = "",
+    constants: dict[str, Any] | None = None,
+    pointers: dict[str, str] | None = None,
+) -> Case:
+    """One attention kernel; `label`, `constants` and `pointers` say what differs from the plain case."""
+    has_scales = pages.num_bytes == 1
+    scale = "fp32" if has_scales else "none"
+    is_decode = kernel == "paged_decode"
+    asked = constants or {}
+    group = asked.get("GROUP", GROUP)
+    if is_decode:
+        config = decode_config(arch, head_dim, pages.num_bytes, group)
+        own: dict[str, Any] = {"HAS_START": False, "WRITE_LSE": True}
+        own_pointers = {"out_ptr": "fp32", "lse_ptr": "fp32", "kv_start_ptr": "none"}
+    else:
+        is_special = bool(asked.keys() & {"IS_PART", "HAS_WINDOW", "HAS_CAP"})
+        config = prefill_config(arch, head_dim, pages.num_bytes, group, is_special=is_special)
+        own = {"IS_PART": False}
+        own_pointers = {"out_ptr": pages.query, "lse_ptr": "none", "starts_ptr": "i32"}
+    rows = "" if is_decode else f"M{config.block_m} "
+    shape = f"{rows}N{config.block_n} w{config.num_warps} s{config.num_stages}"
+    scalars = {"scale_log2": "fp32", "soft_cap": "fp32"}
+    scalars |= dict.fromkeys(("window", "num_requests", "q_stride", "table_stride", "num_parts"), "i32")
+    return Case(
+        kernel,
+        arch,
+        f"D{head_dim} {pages.label} {shape} {label}".strip(),
+        {"q_ptr": pages.query, "k_ptr": pages.pointer, "v_ptr": pages.pointer, "table_ptr": "i32"}
+        | {"seq_lens_ptr": "i32", "k_scale_ptr": scale, "v_scale_ptr": scale}
+        | own_pointers
+        | (pointers or {}),
+        scalars,
+        frozenset({"q_stride"}),
+        _attention_constants(arch, head_dim, pages, config, has_scales) | own | asked,
+        config.num_warps,
+        config.num_stages,
+        uses_tensor_cores=pages.num_bytes < 4 or arch != "gfx942",
+        min_kv_buffers=2 if is_decode and arch != "gfx942" and pages.num_bytes < 4 else 0,
+    )
+
+
+def _attention_constants(
+    arch: Arch, head_dim: int, pages: Pages, config: AttentionConfig, has_scales: bool
+) -> dict[str, Any]:
     return {
         "GROUP": GROUP,
         "BLOCK_M": config.block_m,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": next_power_of_2(head_dim),
+        "BLOCK_D": block_dim(head_dim),
         "PAGE": PAGE,
         "BLOCK_N": config.block_n,
         "HAS_WINDOW": False,
         "HAS_CAP": False,
         "HAS_SCALES": has_scales,
-        "KV_KIND": kind,
+        "KV_KIND": pages.kind,
+        "PRECISION": dot_precision(arch, pages.query == "fp32"),
     }
 
 
 def _attention_cases(arch: Arch) -> Iterator[Case]:
-    scalars = {"scale_log2": "fp32", "soft_cap": "fp32", "window": "i32", "q_stride": "i32", "table_stride": "i32"}
     for head_dim in HEAD_DIMS:
-        for label, pointer, kind, kv_bytes in _kv_types(arch):
-            has_scales = kv_bytes == 1
-            scale = "fp32" if has_scales else "none"
-            shared = {"k_ptr": pointer, "v_ptr": pointer, "k_scale_ptr": scale, "v_scale_ptr": scale}
-            shared |= {"q_ptr": "bf16", "table_ptr": "i32", "seq_lens_ptr": "i32"}
-            config = decode_config(arch, head_dim, kv_bytes, GROUP)
-            yield Case(
-                "paged_decode",
-                arch,
-                f"D{head_dim} {label} N{config.block_n} w{config.num_warps} s{config.num_stages}",
-                shared | {"out_ptr": "fp32", "lse_ptr": "fp32", "kv_start_ptr": "none"},
-                scalars,
-                frozenset({"q_stride"}),
-                _attention_constants(head_dim, kind, config, has_scales)
-                | {"NUM_SPLITS": 8, "HAS_START": False, "WRITE_LSE": True},
-                config.num_warps,
-                config.num_stages,
-                uses_tensor_cores=True,
-                min_kv_buffers=0 if arch == "gfx942" else 2,
-            )
-            config = prefill_config(arch, head_dim, kv_bytes, GROUP)
-            yield Case(
-                "paged_prefill",
-                arch,
-                f"D{head_dim} {label} M{config.block_m} N{config.block_n} w{config.num_warps} s{config.num_stages}",
-                shared | {"out_ptr": "bf16", "lse_ptr": "none", "starts_ptr": "i32"},
-                scalars | {"num_requests": "i32"},
-                frozenset({"q_stride"}),
-                _attention_constants(head_dim, kind, config, has_scales) | {"CAUSAL": True, "WRITE_LSE": False},
-                config.num_warps,
-                config.num_stages,
-                uses_tensor_cores=True,
-            )
+        for pages in (*_pages(arch), _FLOAT32, *((_FLOAT16,) if head_dim == 128 else ())):
+            for kernel in ("paged_decode", "paged_prefill"):
+                yield _attention_case(kernel, arch, head_dim, pages)
+
+
+def _variant_cases(arch: Arch) -> Iterator[Case]:
+    for kernel, head_dim, label, constants, pointers in VARIANTS:
+        for pages in _pages(arch):
+            yield _attention_case(kernel, arch, head_dim, pages, label, constants, pointers)
 
 
 def _layer_cases(arch: Arch) -> Iterator[Case]:
-    for label, pointer, kind, kv_bytes in _kv_types(arch):
-        scale = "fp32" if kv_bytes == 1 else "none"
+    for pages in _pages(arch):
+        scale = "fp32" if pages.num_bytes == 1 else "none"
         yield Case(
             "store_kv",
             arch,
-            f"D128 {label}",
-            {"key_ptr": "bf16", "value_ptr": "bf16", "k_cache_ptr": pointer, "v_cache_ptr": pointer}
+            f"D128 {pages.label}",
+            {"key_ptr": "bf16", "value_ptr": "bf16", "k_cache_ptr": pages.pointer, "v_cache_ptr": pages.pointer}
             | {"slots_ptr": "i64", "k_scale_ptr": scale, "v_scale_ptr": scale},
             {"key_stride": "i32", "value_stride": "i32"},
             frozenset({"key_stride", "value_stride"}),
             {"NUM_HEADS": 8, "BLOCK_H": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "PAGE": PAGE}
-            | {"HAS_SCALES": kv_bytes == 1, "KV_KIND": kind},
+            | {"HAS_SCALES": pages.num_bytes == 1, "KV_KIND": pages.kind},
         )
     for has_norm in (False, True):
-        for label, pointer, kind, kv_bytes in _kv_types(arch):
-            scale = "fp32" if kv_bytes == 1 else "none"
+        for pages in _pages(arch):
+            scale = "fp32" if pages.num_bytes == 1 else "none"
             weight = "bf16" if has_norm else "none"
             strides = ("q_stride", "key_stride", "value_stride")
             yield Case(
                 "norm_rotary_store_kv",
                 arch,
-                f"D128 {label} norm" if has_norm else f"D128 {label}",
+                f"D128 {pages.label} norm" if has_norm else f"D128 {pages.label}",
                 dict.fromkeys(("q_out_ptr", "q_ptr", "key_ptr", "value_ptr"), "bf16")
-                | {"k_cache_ptr": pointer, "v_cache_ptr": pointer, "slots_ptr": "i64", "positions_ptr": "i64"}
+                | {
+                    "k_cache_ptr": pages.pointer,
+                    "v_cache_ptr": pages.pointer,
+                    "slots_ptr": "i64",
+                    "positions_ptr": "i64",
+                }
                 | {"cos_sin_ptr": "fp32", "q_weight_ptr": weight, "k_weight_ptr": weight}
                 | {"k_scale_ptr": scale, "v_scale_ptr": scale},
                 {"eps": "fp32"} | dict.fromkeys(strides, "i32"),
                 frozenset(strides),
                 {"GROUP": GROUP, "BLOCK_G": GROUP, "HALF": 64, "BLOCK_HALF": 64, "PAGE": PAGE}
-                | {"HAS_NORM": has_norm, "HAS_SCALES": kv_bytes == 1, "KV_KIND": kind},
+                | {"HAS_NORM": has_norm, "HAS_SCALES": pages.num_bytes == 1, "KV_KIND": pages.kind},
                 num_warps=1,
             )
     yield Case(
@@ -199,9 +248,9 @@ def _layer_cases(arch: Arch) -> Iterator[Case]:
         arch,
         "D128 P8",
         {"out_ptr": "bf16", "lse_out_ptr": "none", "parts_ptr": "fp32", "lse_ptr": "fp32"},
-        {"row_stride": "i32", "part_stride": "i32", "lse_row_stride": "i32", "lse_part_stride": "i32"},
-        frozenset({"row_stride", "part_stride"}),
-        {"NUM_PARTS": 8, "BLOCK_P": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "WRITE_LSE": False},
+        {"num_parts": "i32"},
+        frozenset(),
+        {"BLOCK_P": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "WRITE_LSE": False},
     )
     yield Case(
         "rotary",
@@ -243,26 +292,6 @@ def _layer_cases(arch: Arch) -> Iterator[Case]:
         frozenset({"row_stride", "vocab_size"}),
         {"BLOCK": triton_sampling.BLOCK},
     )
-
-
-def _variant_cases(arch: Arch) -> Iterator[Case]:
-    plain = {(case.kernel, *case.label.split()[:2]): case for case in _attention_cases(arch)}
-    for kernel, head_dim, label, constants, pointers in VARIANTS:
-        case = plain[kernel, f"D{head_dim}", "bf16"]
-        constants = case.constants | constants
-        if kernel == "paged_prefill":
-            config = prefill_config(arch, head_dim, 2, GROUP, is_special=True)
-        else:
-            config = decode_config(arch, head_dim, 2, GROUP)
-        shape = f"M{config.block_m} N{config.block_n} w{config.num_warps} s{config.num_stages}"
-        yield replace(
-            case,
-            label=f"D{head_dim} bf16 {shape} {label}",
-            constants=constants | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n},
-            pointers=case.pointers | pointers,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
 
 
 def cases(archs: tuple[Arch, ...] = ARCHS) -> list[Case]:
@@ -353,7 +382,7 @@ def compile_case(case: Case) -> Row:
             row.problems.append(f"{buffers} K/V buffers")
     if row.spill_bytes:
         row.problems.append(f"spills {row.spill_bytes} bytes")
-    if row.shared_bytes > SHARED_LIMIT_BYTES[case.arch]:
+    if row.shared_bytes > (SMALLEST_SM8X_BYTES if case.arch == "sm_80" else SHARED_LIMIT_BYTES[case.arch]):
         row.problems.append(f"{row.shared_bytes} bytes of shared memory")
     if not row.instructions["loads_128"] and (case.uses_tensor_cores or case.arch != "gfx942"):
         row.problems.append("no 128-bit loads")

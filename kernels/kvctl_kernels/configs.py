@@ -21,7 +21,9 @@ SHARED_LIMIT_BYTES: dict[Arch, int] = {
     "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,
 }
-MIN_ROWS = 16  # tl.dot wants at least 16 rows
+# sm_86 and sm_89 (A10, RTX 30 and 40, L4, L40S) are served by the rows of sm_80 and have less than it.
+SMALLEST_SM8X_BYTES = 99 * 1024
+MIN_ROWS = 16  # tl.dot wants at least 16 rows, and as many columns
 MAX_SPLITS = 32
 
 
@@ -48,6 +50,21 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def block_dim(head_dim: int) -> int:
+    """Columns of a tile that holds a head."""
+    return max(MIN_ROWS, next_power_of_2(head_dim))
+
+
+def dot_precision(arch: Arch, is_float32: bool) -> str:
+    """How `tl.dot` multiplies float32 operands as float32: as three TF32 products, or plainly where that is unknown.
+
+    Without a word NVIDIA parts would take one TF32 product, which keeps three digits. 16-bit operands do not care.
+    """
+    if arch == "gfx942":
+        return "ieee"
+    return "tf32x3" if is_float32 else "tf32"
+
+
 def decode_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> AttentionConfig:
     """Configuration of `paged_decode` for pages of `kv_bytes` (1, 2 or 4) per number."""
     block_m = max(MIN_ROWS, next_power_of_2(group))
@@ -66,7 +83,7 @@ def decode_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atten
 def prefill_config(
     arch: Arch, head_dim: int, kv_bytes: int, group: int, *, is_special: bool = False
 ) -> AttentionConfig:
-    """Configuration of `paged_prefill`. `is_special`: a window, a soft cap or no causality, which take registers."""
+    """Configuration of `paged_prefill`. `is_special`: a window, a soft cap or a part of a context: more registers."""
     minimum = max(MIN_ROWS, next_power_of_2(group))
     wide = head_dim > 128
     masked = head_dim != next_power_of_2(head_dim)  # the masks of a padded head take registers too
@@ -99,11 +116,10 @@ def num_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int) -
     return max(1, min(MAX_SPLITS, next_power_of_2(wanted + 1) // 2))
 
 
-def cascade_pays(num_requests: int, shared_tokens: int) -> bool:
-    """Whether reading a shared prefix once is worth two more launches per layer.
+def prefix_splits(num_requests: int, group: int, block_m: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """How many parts a prefix shared by `num_requests` is cut into: one program per multiprocessor, as large ones are.
 
-    Saved: the K/V reads of all requests but one over the prefix. The launches cost about 10 us, in which a GPU of
-    3 TB/s reads 30 MB: some 8,000 tokens of a layer with 8 KV heads of 128 in bfloat16 (4 KB a token).
-    Predicted, never measured.
+    Like `num_splits` it depends on no length.
     """
-    return (num_requests - 1) * shared_tokens >= 8192
+    query_blocks = -(-num_requests // (block_m // group))
+    return num_splits(query_blocks, num_kv_heads, num_multiprocessors // 2)

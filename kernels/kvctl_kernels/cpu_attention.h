@@ -25,9 +25,6 @@ constexpr int TILE = 64;       // keys; a multiple of every VL
 constexpr int SPLIT = 256;     // keys; a multiple of TILE
 constexpr int MAX_ROWS = 96;   // query rows of a prefill task
 constexpr int FEW_QUERIES = 8; // up to this many queries a request's context is split over tasks
-constexpr int LINES_AT_ONCE = 8;  // cache lines of the next tile asked for per two keys of this one: all of them in time
-constexpr int IN_L2 = 2;          // how near they come: only some two dozen lines can be on their way to the first level
-
 struct Arguments {
     const void* query;  // [T, Hq, D], tokens query_stride elements apart
     const void* k_cache;
@@ -186,8 +183,10 @@ struct Runner {
         }
     }
 
-    // The keys and values of a tile that comes later, asked for a few lines at a time. Pages lie anywhere, so the
-    // hardware cannot guess the next one, but within a page it follows: all heads of a block, in the order of memory.
+    // The keys and values of a tile that comes later. Pages lie anywhere, so the hardware cannot guess the next one. The
+    // lines are asked for evenly through the whole of this tile's work: a processor forgets what it is asked for while
+    // some two dozen lines are on their way. A head of a tile is 8 * words lines: 2 * words each beside the transposed
+    // keys, the weights and the values, and one per step of a product.
     struct Ahead {
         const char* caches[2];
         const int32_t* table;
@@ -200,12 +199,18 @@ struct Runner {
             at = caches[which] + table[block] * block_bytes;
             run_end = at + run_bytes;
         }
+        // The next `lines` lines, for the caller to ask for; where none are left, one that is always near.
+        inline __attribute__((always_inline)) const char* take(int lines) {
+            static const char near[LINE_BYTES] = {};
+            if (!at) return near;
+            const char* from = at;
+            at += LINE_BYTES * lines;
+            if (__builtin_expect(at >= run_end, 0)) next_run();
+            return from;
+        }
         inline __attribute__((always_inline)) void ask(int lines) {
-            for (; lines > 0 && at; lines--) {
-                __builtin_prefetch(at, 0, IN_L2);
-                at += 64;
-                if (__builtin_expect(at >= run_end, 0)) next_run();
-            }
+            const char* from = take(lines);
+            for (int i = 0; i < lines; i++) __builtin_prefetch(from + LINE_BYTES * i, 0, IN_L2);
         }
         __attribute__((noinline)) void next_run() {
             which ^= 1;
@@ -235,7 +240,7 @@ struct Runner {
     // The values of a tile as [TILE / per_word, D] words: copied, for bfloat16 with two neighbouring keys interleaved.
     void pack_values(const uint32_t* const* rows, uint32_t* out, Ahead& ahead) const {
         for (int i = 0; i < TILE; i += E::per_word) {
-            ahead.ask(LINES_AT_ONCE);
+            ahead.ask(words / 16);
             uint32_t* to = out + (int64_t)(i / E::per_word) * head_dim;
             if constexpr (E::per_word == 1) {
                 if (rows[i])
@@ -246,8 +251,8 @@ struct Runner {
                 const uint16_t* even = reinterpret_cast<const uint16_t*>(rows[i]);
                 const uint16_t* odd = reinterpret_cast<const uint16_t*>(rows[i + 1]);
                 for (int d = 0; d < head_dim; d += VL) {
-                    vu low = even ? __builtin_convertvector(load_as<vh>(even + d), vu) : vu{};
-                    vu high = odd ? __builtin_convertvector(load_as<vh>(odd + d), vu) : vu{};
+                    vu low = even ? widen(load_as<vh>(even + d)) : vu{};
+                    vu high = odd ? widen(load_as<vh>(odd + d)) : vu{};
                     store_as(to + d, low | (high << 16));
                 }
             }
@@ -278,18 +283,22 @@ struct Runner {
             for (int head = 0; head < heads; head++) {
                 rows_of(in.k_cache, table, task.kv_head + head, first, low, high, keys);
                 rows_of(in.v_cache, table, task.kv_head + head, first, low, high, values);
-                transpose_rows(keys, TILE, words, b.keys, TILE);
+                for (int i = 0; i < TILE; i += 16) {
+                    transpose_rows(keys + i, 16, words, b.keys + i, TILE);
+                    ahead.ask(words / 2);
+                }
                 product<E, false>(b.query + (int64_t)head * rows * words, words, rows, b.keys, TILE, words, b.scores,
-                                  TILE, TILE);
+                                  TILE, TILE, ahead);
                 for (int r = 0; r < rows; r++) {
                     const int own = first_own + r / group;
+                    ahead.ask(2 * words / rows);
                     softmax_row(b, r, head * rows + r, whole ? 0 : (in.window ? own - in.window + 1 - first : -1),
                                 whole ? TILE : own + 1 - first);
                 }
                 pack_values(values, b.values, ahead);
                 product<E, true>(reinterpret_cast<const uint32_t*>(b.weights), TILE / E::per_word, rows, b.values,
                                  head_dim, TILE / E::per_word, b.part.values + (int64_t)head * rows * head_dim, head_dim,
-                                 head_dim);
+                                 head_dim, ahead);
             }
         }
         for (int r = 0; r < heads * rows; r++) b.part.sum[r] = sum_lanes(load_as<vf>(b.sums + r * VL));

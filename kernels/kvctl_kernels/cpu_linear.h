@@ -13,9 +13,11 @@ namespace linear {
 constexpr int PANEL = 32;
 constexpr int PER_PANEL = PANEL / VL;                               // vectors
 constexpr int MAX_ROWS = VL == 16 ? 12 : VL == 8 ? 3 : 2;           // rows of x against one panel in registers
+constexpr int TILE_ROWS = VL == 16 ? 11 : MAX_ROWS;                 // the same where more rows follow: one fewer, faster
 constexpr int64_t BYTES_PER_PIECE = 128 << 10;                      // of weights, for a task
 constexpr int64_t MOST_PIECES_PER_THREAD = 8;
-constexpr int64_t PREFETCH_WORDS = 1024;                            // how far ahead the weights are asked for
+constexpr int64_t STREAM_AHEAD_WORDS = 2048;                        // how far ahead of few rows the weights are asked for
+constexpr int64_t LINE_WORDS = LINE_BYTES / 4;
 
 inline int64_t panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
@@ -37,25 +39,39 @@ inline void unpack_row(const uint32_t* packed, int64_t words, int64_t index, uin
     for (int64_t k = 0; k < words; k++) out[k] = from[k * PANEL];
 }
 
-// R rows of x against P neighbouring panels.
-template <class E, int R, int P>
-static void tile(const uint32_t* x, int64_t x_stride, const uint32_t* packed, int64_t words, const float* bias,
-                 typename E::T* y, int64_t y_stride, int64_t first, int64_t outputs) {
+template <class E>
+struct Product {
+    const uint32_t* x;  // [rows, words]
+    int64_t x_stride;
+    const uint32_t* packed;
+    int64_t words;
+    const float* bias;  // null: none
+    typename E::T* y;   // [rows, outputs]
+    int64_t y_stride;
+    int64_t outputs;
+};
+
+// Rows [row, row + R) against the panels [panel, panel + P). The weights `ahead` words behind those it works on are asked
+// for: all of them by a tile that STREAMS, else every second line.
+template <class E, int R, int P, bool STREAMS>
+static void tile(const Product<E>& in, int64_t row, int64_t panel, int64_t ahead) {
     constexpr int N = P * PER_PANEL;
     vf acc[R][N];
 #pragma GCC unroll 32
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
         for (int v = 0; v < N; v++) acc[r][v] = vf{};
-    const int64_t panel_words = words * PANEL;
+    const int64_t words = in.words, x_stride = in.x_stride, panel_words = words * PANEL;
+    const uint32_t* x = in.x + row * x_stride;
+    const uint32_t* packed = in.packed + panel * panel_words;
     for (int64_t k = 0; k < words; k++) {
         vu right[N];
 #pragma GCC unroll 32
         for (int v = 0; v < N; v++) {
             const uint32_t* from = packed + v / PER_PANEL * panel_words + k * PANEL + v % PER_PANEL * VL;
             if (v % PER_PANEL == 0) {
-                __builtin_prefetch(from + PREFETCH_WORDS);
-                __builtin_prefetch(from + PREFETCH_WORDS + 16);
+                __builtin_prefetch(from + ahead, 0, IN_L2);
+                if (STREAMS) __builtin_prefetch(from + ahead + LINE_WORDS, 0, IN_L2);
             }
             right[v] = load_as<vu>(from);
         }
@@ -68,79 +84,74 @@ static void tile(const uint32_t* x, int64_t x_stride, const uint32_t* packed, in
     }
 #pragma GCC unroll 32
     for (int v = 0; v < N; v++) {
-        const int64_t n = first + v * VL;
-        if (n >= outputs) break;
-        const bool is_whole = n + VL <= outputs;
+        const int64_t n = panel * PANEL + v * VL;
+        if (n >= in.outputs) break;
+        const bool is_whole = n + VL <= in.outputs;
 #pragma GCC unroll 32
         for (int r = 0; r < R; r++) {
-            typename E::T* to = y + r * y_stride + n;
+            typename E::T* to = in.y + (row + r) * in.y_stride + n;
             if (is_whole) {
-                E::store(to, bias ? acc[r][v] + load_as<vf>(bias + n) : acc[r][v]);
+                E::store(to, in.bias ? acc[r][v] + load_as<vf>(in.bias + n) : acc[r][v]);
             } else {
-                for (int i = 0; n + i < outputs; i++) to[i] = E::put(acc[r][v][i] + (bias ? bias[n + i] : 0.0f));
+                for (int i = 0; n + i < in.outputs; i++)
+                    to[i] = E::put(acc[r][v][i] + (in.bias ? in.bias[n + i] : 0.0f));
             }
         }
     }
 }
 
-// All rows (a multiple of R) against the panels [begin, end): panel by panel, each met by all rows while it is cached.
+// R rows are all there are: the panels [begin, end) stream from memory.
 template <class E, int R, int P>
-static void sweep(const uint32_t* x, int64_t x_stride, int64_t rows, const uint32_t* packed, int64_t words,
-                  const float* bias, typename E::T* y, int64_t y_stride, int64_t begin, int64_t end, int64_t outputs) {
-    int64_t p = begin;
-    for (; p + P <= end; p += P)
-        for (int64_t r = 0; r < rows; r += R)
-            tile<E, R, P>(x + r * x_stride, x_stride, packed + p * words * PANEL, words, bias, y + r * y_stride, y_stride,
-                          p * PANEL, outputs);
+static void stream(const Product<E>& in, int64_t begin, int64_t end) {
+    for (; begin + P <= end; begin += P) tile<E, R, P, true>(in, 0, begin, STREAM_AHEAD_WORDS);
     if constexpr (P > 1)
-        if (p < end)
-            sweep<E, R, 1>(x, x_stride, rows, packed, words, bias, y, y_stride, p, end, outputs);
+        if (begin < end) stream<E, R, 1>(in, begin, end);
 }
 
 template <class E, int R>
-static void sweep_rows(const uint32_t* x, int64_t x_stride, int64_t rows, const uint32_t* packed, int64_t words,
-                       const float* bias, typename E::T* y, int64_t y_stride, int64_t begin, int64_t end,
-                       int64_t outputs) {
+static void stream_rows(int rows, const Product<E>& in, int64_t begin, int64_t end) {
     // Few rows have few sums in flight with one panel; more panels at once hide the latency of each.
     constexpr int P = VL < 16 ? 1 : R == 1 ? 4 : R <= 3 ? 2 : 1;
-    sweep<E, R, P>(x, x_stride, rows, packed, words, bias, y, y_stride, begin, end, outputs);
+    if (rows == R)
+        stream<E, R, P>(in, begin, end);
+    else if constexpr (R > 1)
+        stream_rows<E, R - 1>(rows, in, begin, end);
 }
 
 template <class E, int R>
-static void dispatch(int64_t rows_at_once, const uint32_t* x, int64_t x_stride, int64_t rows, const uint32_t* packed,
-                     int64_t words, const float* bias, typename E::T* y, int64_t y_stride, int64_t begin, int64_t end,
-                     int64_t outputs) {
-    if (rows_at_once == R)
-        sweep_rows<E, R>(x, x_stride, rows, packed, words, bias, y, y_stride, begin, end, outputs);
+static void tile_rows(int rows, const Product<E>& in, int64_t row, int64_t panel, int64_t ahead) {
+    if (rows == R)
+        tile<E, R, 1, false>(in, row, panel, ahead);
     else if constexpr (R > 1)
-        dispatch<E, R - 1>(rows_at_once, x, x_stride, rows, packed, words, bias, y, y_stride, begin, end, outputs);
+        tile_rows<E, R - 1>(rows, in, row, panel, ahead);
+}
+
+// Many rows: panel by panel, each met by all rows while it is cached. Meanwhile the next one is asked for, its even lines by
+// one tile, its odd ones by another: memory works as evenly as the arithmetic.
+template <class E>
+static void sweep(const Product<E>& in, int64_t rows, int64_t begin, int64_t end) {
+    // Equal tiles rather than full ones and a small rest: 13 rows are 7 + 6, not 11 + 2.
+    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t row = rows * i / tiles, last = rows * (i + 1) / tiles;
+            tile_rows<E, TILE_ROWS>((int)(last - row), in, row, panel, in.words * PANEL + i % 2 * LINE_WORDS);
+        }
 }
 
 // y [rows, outputs] = x [rows, words] W^T + bias.
 template <class E>
-void multiply(const uint32_t* x, int64_t x_stride, int64_t rows, const uint32_t* packed, int64_t words,
-              const float* bias, typename E::T* y, int64_t y_stride, int64_t outputs, int num_threads) {
-    const int64_t all = panels(outputs);
-    // Equal tiles rather than full ones and a small rest: 13 rows are 7 + 6, not 12 + 1.
-    const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int64_t small = tiles ? rows / tiles : 0, large_tiles = tiles ? rows % tiles : 0;
-    const int64_t large_rows = large_tiles * (small + 1);
+void multiply(const Product<E>& in, int64_t rows, int num_threads) {
+    const int64_t all = panels(in.outputs);
     // Pieces small enough that a thread which loses its core holds little back, large enough to stream.
-    const int64_t pieces_by_size = all * words * PANEL * 4 / BYTES_PER_PIECE + 1;
+    const int64_t pieces_by_size = all * in.words * PANEL * 4 / BYTES_PER_PIECE + 1;
     const int64_t pieces_by_threads = (int64_t)num_threads * MOST_PIECES_PER_THREAD;
     pool::ranges(all, pieces_by_size < pieces_by_threads ? pieces_by_size : pieces_by_threads, num_threads,
                  [&](int64_t begin, int64_t end) {
-        // Panels outermost in steps that stay in the cache, so that both kinds of tiles meet a panel while it is there.
-        const int64_t step = rows <= MAX_ROWS ? end - begin : 4;
-        for (int64_t p = begin; p < end; p += step) {
-            const int64_t last = p + step < end ? p + step : end;
-            if (large_rows)
-                dispatch<E, MAX_ROWS>(small + 1, x, x_stride, large_rows, packed, words, bias, y, y_stride, p, last,
-                                      outputs);
-            if (rows > large_rows)
-                dispatch<E, MAX_ROWS>(small, x + large_rows * x_stride, x_stride, rows - large_rows, packed, words, bias,
-                                      y + large_rows * y_stride, y_stride, p, last, outputs);
-        }
+        if (rows <= MAX_ROWS)
+            stream_rows<E, MAX_ROWS>((int)rows, in, begin, end);
+        else
+            sweep(in, rows, begin, end);
     });
 }
 

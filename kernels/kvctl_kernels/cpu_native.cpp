@@ -90,8 +90,9 @@ int64_t kvctl_unpack_rows(const void* packed, int64_t outputs, int64_t words, co
 // x_stride in words.
 void kvctl_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t words,
                   const float* bias, void* y, int64_t y_stride, int64_t outputs, int num_threads) {
-    BY_DTYPE(linear::multiply<E>((const uint32_t*)x, x_stride, rows, (const uint32_t*)packed, words, bias, (E::T*)y,
-                                 y_stride, outputs, num_threads));
+    BY_DTYPE(linear::multiply(linear::Product<E>{(const uint32_t*)x, x_stride, (const uint32_t*)packed, words, bias,
+                                                 (E::T*)y, y_stride, outputs},
+                              rows, num_threads));
 }
 
 void kvctl_stack(int dtype, const stack::Model* model, const stack::Step* step, int num_threads) {

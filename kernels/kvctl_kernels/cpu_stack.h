@@ -76,8 +76,9 @@ struct Pass {
 
     void multiply(const void* x, int64_t inputs, const Linear& by, void* y, int64_t outputs) const {
         const int64_t words = inputs / E::per_word;
-        linear::multiply<E>((const uint32_t*)x, words, step.num_tokens, by.packed, words, by.bias, (T*)y, outputs,
-                            outputs, num_threads);
+        linear::multiply(
+            linear::Product<E>{(const uint32_t*)x, words, by.packed, words, by.bias, (T*)y, outputs, outputs},
+            step.num_tokens, num_threads);
     }
 
     void run() const {

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from kvctl_kernels.metadata import AttentionMetadata, KVScales
 
 MAX_GATHERED_TOKENS = 1 << 16  # decode: padded tokens gathered at once
-FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 MAX_SCORES = 1 << 22  # prefill: query rows x keys attended at once, over all heads
 
 

@@ -9,6 +9,7 @@ GROUP = Hq / Hkv query heads share a KV head and are packed as rows of one matri
 
 Rules kept here, each learnt from a fault:
     arithmetic in float32, bfloat16 only as operand of a dot; page offsets in int64 (a cache passes 2**31 elements);
+    float32 operands are multiplied as float32 (PRECISION): NVIDIA's default for them is TF32, three digits;
     scores are scaled by log2(e), the softmax uses exp2, lse is base 2;
     what lies beyond a sequence (it may be NaN) is never loaded; an empty part has o = 0 and lse = -inf.
 """
@@ -45,23 +46,23 @@ def _tanh(x):
 
 
 @triton.jit
-def _scores(q, k, scale_log2, soft_cap, HAS_CAP: tl.constexpr):
+def _scores(q, k, scale_log2, soft_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
     """Base-2 logits [M, N] of q [M, D] against k [D, N]."""
-    scores = tl.dot(q, k)
+    scores = tl.dot(q, k, input_precision=PRECISION)
     if HAS_CAP:  # scale_log2 is the plain scale over the cap here, soft_cap carries log2(e)
         return soft_cap * _tanh(scores * scale_log2)
     return scores * scale_log2
 
 
 @triton.jit
-def _absorb(acc, row_max, row_sum, scores, v, dtype: tl.constexpr):
+def _absorb(acc, row_max, row_sum, scores, v, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax. A row that has seen nothing yet has row_max = -inf."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # exp2(-inf - -inf) would be NaN
     weights = tl.exp2(scores - shift[:, None])
     rescale = tl.exp2(row_max - shift)
     row_sum = row_sum * rescale + tl.sum(weights, axis=1)
-    acc = acc * rescale[:, None] + tl.dot(weights.to(dtype), v)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(dtype), v, input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
@@ -69,12 +70,12 @@ def _absorb(acc, row_max, row_sum, scores, v, dtype: tl.constexpr):
 # a kernel of its own, in the middle of serving. So would, without ..._on_alignment, a pointer into a batch: the rows
 # after the decoding ones start anywhere.
 @triton.jit(
-    do_not_specialize=("window", "table_stride"),
+    do_not_specialize=("window", "table_stride", "num_parts"),
     do_not_specialize_on_alignment=("table_ptr", "seq_lens_ptr", "kv_start_ptr", "lse_ptr"),
 )
 def paged_decode_kernel(
-    out_ptr,  # NUM_SPLITS == 1: [R, Hq, D] like query; else float32 [R, Hq, NUM_SPLITS, D]
-    lse_ptr,  # float32 [R, Hq, NUM_SPLITS]
+    out_ptr,  # the first of this kernel's parts of [R, Hq, num_parts, D]: like query, or float32 for a merge
+    lse_ptr,  # float32 [R, Hq, num_parts], likewise
     q_ptr,
     k_ptr,
     v_ptr,
@@ -88,21 +89,22 @@ def paged_decode_kernel(
     kv_start_ptr,  # int32 [1], with HAS_START: tokens before this one are somebody else's part (a shared prefix)
     q_stride,
     table_stride,
+    num_parts,  # of a row of the output: as many as there are splits, or more where others write some
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,  # GROUP rounded up to a power of two, at least 16
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two, at least 16
     PAGE: tl.constexpr,  # tokens of a block
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     KV_KIND: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """One program: one request, one KV head, one split of its context. Grid (R, Hkv, NUM_SPLITS)."""
+    """One program: one request, one KV head, one split of its context. Grid (R, Hkv, splits)."""
     request = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -117,7 +119,7 @@ def paged_decode_kernel(
         first = tl.maximum(first, seq_len - window)
     first_tile = first // BLOCK_N
     last_tile = tl.cdiv(seq_len, BLOCK_N)
-    tiles_each = tl.cdiv(tl.maximum(last_tile - first_tile, 0), NUM_SPLITS)
+    tiles_each = tl.cdiv(tl.maximum(last_tile - first_tile, 0), tl.num_programs(2))
     low = first_tile + split * tiles_each
     high = tl.minimum(low + tiles_each, last_tile)
 
@@ -141,15 +143,15 @@ def paged_decode_kernel(
         pages = tl.load(table_row + tokens // PAGE, mask=visible, other=0).to(tl.int64)
         at = ((pages * num_kv_heads + kv_head) * PAGE + tokens % PAGE) * HEAD_DIM
         k = tl.load(k_ptr + at[None, :] + dims[:, None], mask=visible[None, :] & in_dim[:, None], other=0.0)
-        scores = _scores(q, _operand(k, dtype, KV_KIND), scale_log2, soft_cap, HAS_CAP)
+        scores = _scores(q, _operand(k, dtype, KV_KIND), scale_log2, soft_cap, HAS_CAP, PRECISION)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         v = tl.load(v_ptr + at[:, None] + dims[None, :], mask=visible[:, None] & in_dim[None, :], other=0.0)
-        acc, row_max, row_sum = _absorb(acc, row_max, row_sum, scores, _operand(v, dtype, KV_KIND), dtype)
+        acc, row_max, row_sum = _absorb(acc, row_max, row_sum, scores, _operand(v, dtype, KV_KIND), dtype, PRECISION)
 
     acc /= tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     if HAS_SCALES:
         acc *= tl.load(v_scale_ptr + kv_head)
-    out_row = (request.to(tl.int64) * num_kv_heads * GROUP + heads) * NUM_SPLITS + split
+    out_row = (request.to(tl.int64) * num_kv_heads * GROUP + heads) * num_parts + split
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :],
         acc.to(out_ptr.dtype.element_ty),
@@ -188,6 +190,7 @@ def _prefill_tiles(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     KV_KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Attend to tiles low..high - 1. Not MASKED: every row sees every token of them.
 
@@ -207,7 +210,7 @@ def _prefill_tiles(
         else:
             k = tl.load(k_ptr + at[None, :] + dims[:, None])
             v = tl.load(v_ptr + at[:, None] + dims[None, :])
-        scores = _scores(q, _operand(k, dtype, KV_KIND), scale_log2, soft_cap, HAS_CAP)
+        scores = _scores(q, _operand(k, dtype, KV_KIND), scale_log2, soft_cap, HAS_CAP, PRECISION)
         if MASKED:
             seen = exists[None, :]
             if CAUSAL:
@@ -215,17 +218,17 @@ def _prefill_tiles(
             if HAS_WINDOW:
                 seen = seen & (tokens[None, :] > row_positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        acc, row_max, row_sum = _absorb(acc, row_max, row_sum, scores, _operand(v, dtype, KV_KIND), dtype)
+        acc, row_max, row_sum = _absorb(acc, row_max, row_sum, scores, _operand(v, dtype, KV_KIND), dtype, PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit(
-    do_not_specialize=("window", "table_stride", "num_requests"),
+    do_not_specialize=("window", "table_stride", "num_requests", "num_parts"),
     do_not_specialize_on_alignment=("table_ptr", "seq_lens_ptr", "starts_ptr", "lse_ptr"),
 )
 def paged_prefill_kernel(
-    out_ptr,  # [T, Hq, D]
-    lse_ptr,  # float32 [T, Hq], with WRITE_LSE
+    out_ptr,  # [T, Hq, D]; with IS_PART float32 [T, Hq, num_parts, D]
+    lse_ptr,  # with IS_PART: float32 [T, Hq, num_parts]
     q_ptr,
     k_ptr,
     v_ptr,
@@ -240,23 +243,27 @@ def paged_prefill_kernel(
     num_requests,
     q_stride,
     table_stride,
+    num_parts,  # with IS_PART: of a row of the output
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows: BLOCK_M // GROUP tokens times GROUP heads
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    IS_PART: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     KV_KIND: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_M // GROUP query tokens of one request, one KV head. Grid (bound on query blocks, Hkv).
+    """One program: BLOCK_M // GROUP query tokens of one request, one KV head, one split. Grid (blocks, Hkv, splits).
 
     The host does not know which request a query block belongs to: block b belongs to the last request r with
     (starts[r] - starts[0]) // BLOCK_Q + r <= b, found by bisection; surplus programs return.
+
+    IS_PART: the context is a prefix that the queries of many requests share, so each sees all of it; it is cut into
+    splits as in decode, and what comes out is left for a merge. Otherwise causal, and one split.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -302,12 +309,16 @@ def paged_prefill_kernel(
         first_seen = tl.maximum(0, context + first_query - window + 1)
         low = first_seen // BLOCK_N
         free_low = tl.cdiv(tl.maximum(0, context + last_query - window + 1), BLOCK_N)
-    if CAUSAL:
+    split = tl.program_id(2)
+    if IS_PART:
+        last_tile = tl.cdiv(seq_len, BLOCK_N)
+        tiles_each = tl.cdiv(last_tile, tl.num_programs(2))
+        low = tl.minimum(split * tiles_each, last_tile)
+        high = tl.minimum(low + tiles_each, last_tile)
+        free_high = seq_len // BLOCK_N
+    else:
         high = tl.cdiv(context + last_query + 1, BLOCK_N)
         free_high = (context + first_query + 1) // BLOCK_N
-    else:
-        high = tl.cdiv(seq_len, BLOCK_N)
-        free_high = seq_len // BLOCK_N
     free_low = tl.minimum(tl.maximum(free_low, low), high)
     free_high = tl.maximum(tl.minimum(free_high, high), free_low)
 
@@ -318,46 +329,44 @@ def paged_prefill_kernel(
     if HAS_WINDOW:
         acc, row_max, row_sum = _prefill_tiles(
             acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, low, free_low, first_seen, seq_len, positions, kv_head,
-            num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, True, CAUSAL, HAS_WINDOW,
-            HAS_CAP, KV_KIND,
+            num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, True, not IS_PART,
+            HAS_WINDOW, HAS_CAP, KV_KIND, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _prefill_tiles(
         acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, free_low, free_high, first_seen, seq_len, positions, kv_head,
-        num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, False, CAUSAL, HAS_WINDOW,
-        HAS_CAP, KV_KIND,
+        num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, False, not IS_PART,
+        HAS_WINDOW, HAS_CAP, KV_KIND, PRECISION,
     )  # fmt: skip
     acc, row_max, row_sum = _prefill_tiles(
         acc, row_max, row_sum, q, k_ptr, v_ptr, table_row, free_high, high, first_seen, seq_len, positions, kv_head,
-        num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, True, CAUSAL, HAS_WINDOW,
-        HAS_CAP, KV_KIND,
+        num_kv_heads, scale_log2, soft_cap, window, HEAD_DIM, BLOCK_D, PAGE, BLOCK_N, True, not IS_PART,
+        HAS_WINDOW, HAS_CAP, KV_KIND, PRECISION,
     )  # fmt: skip
 
     acc /= tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
     if HAS_SCALES:
         acc *= tl.load(v_scale_ptr + kv_head)
     out_row = (start + queries).to(tl.int64) * num_kv_heads * GROUP + heads
+    if IS_PART:
+        out_row = out_row * num_parts + split
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :],
         acc.to(out_ptr.dtype.element_ty),
         mask=is_row[:, None] & in_dim[None, :],
     )
-    if WRITE_LSE:
+    if IS_PART:
         lse = tl.where(row_sum > 0.0, row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0)), float("-inf"))
         tl.store(lse_ptr + out_row, lse, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_parts",))
 def merge_attention_states_kernel(
     out_ptr,  # [rows, D]
     lse_out_ptr,  # float32 [rows], with WRITE_LSE
-    parts_ptr,  # part p of row r at r * row_stride + p * part_stride
-    lse_ptr,
-    row_stride,
-    part_stride,
-    lse_row_stride,
-    lse_part_stride,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # NUM_PARTS rounded up to a power of two
+    parts_ptr,  # [rows, num_parts, D]
+    lse_ptr,  # float32 [rows, num_parts]
+    num_parts,
+    BLOCK_P: tl.constexpr,  # a power of two, at least num_parts
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WRITE_LSE: tl.constexpr,
@@ -369,15 +378,15 @@ def merge_attention_states_kernel(
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK_P)
     dims = tl.arange(0, BLOCK_D)
-    is_part = parts < NUM_PARTS
-    lse = tl.load(lse_ptr + row * lse_row_stride + parts * lse_part_stride, mask=is_part, other=float("-inf"))
+    at = row * num_parts + parts
+    lse = tl.load(lse_ptr + at, mask=parts < num_parts, other=float("-inf"))
     top = tl.max(lse, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(lse - shift)
     total = tl.sum(weights, axis=0)
     # A part of weight 0 may hold anything: it is not loaded.
     values = tl.load(
-        parts_ptr + row * row_stride + parts[:, None] * part_stride + dims[None, :],
+        parts_ptr + at[:, None] * HEAD_DIM + dims[None, :],
         mask=(weights > 0.0)[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     ).to(tl.float32)

@@ -13,6 +13,7 @@ import triton.language as tl
 from kvctl_kernels.triton_attention import KV_E4M3_BITS, KV_FLOAT8
 
 E4M3_MAX = tl.constexpr(448.0)
+E4M3FNUZ_MAX = tl.constexpr(240.0)  # AMD gfx942: other codes than e4m3
 E5M2_MAX = tl.constexpr(57344.0)
 
 
@@ -40,7 +41,8 @@ def _as_stored(x, dtype: tl.constexpr, KV_KIND: tl.constexpr):
     if KV_KIND == KV_E4M3_BITS:
         return f32_to_e4m3_bits(x)
     if KV_KIND == KV_FLOAT8:
-        limit: tl.constexpr = E5M2_MAX if dtype == tl.float8e5 else E4M3_MAX
+        other: tl.constexpr = E4M3FNUZ_MAX if dtype == tl.float8e4b8 else E4M3_MAX
+        limit: tl.constexpr = E5M2_MAX if dtype == tl.float8e5 else other
         return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
     return x.to(dtype)
 

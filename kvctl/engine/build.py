@@ -20,12 +20,20 @@ from kvctl.core.kv_cache_groups import KVCacheGroup, group_layers
 from kvctl.core.kv_cache_manager import KVCacheManager
 from kvctl.core.pipelined_engine_core import PipelinedEngineCore
 from kvctl.core.scheduler import Scheduler
+from kvctl.engine.cascade import CascadeRule, device_bytes_per_s
 from kvctl.engine.config import EngineConfig, EngineInfo
 from kvctl.engine.decode_graphs import CudaGraphs, DecodeGraphs, graph_sizes
-from kvctl.engine.device import free_device_bytes, resolve_device, resolve_dtype, resolve_kv_dtype, set_cpu_threads
+from kvctl.engine.device import (
+    amd_arch,
+    free_device_bytes,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+    set_cpu_threads,
+)
 from kvctl.engine.json_file import read_json_object
 from kvctl.engine.kv_cache import KVCache, allocate_kv_cache
-from kvctl.engine.kv_scales import load_kv_scales
+from kvctl.engine.kv_scales import load_kv_scales, scales_for
 from kvctl.engine.layers.linear import select_linears
 from kvctl.engine.memory_budget import MemoryBudget, cpu_budget, cuda_budget
 from kvctl.engine.model_runner import TorchModelRunner
@@ -77,7 +85,8 @@ def build_engine_core(
     """
     loaded = _load_model(config, report)
     groups = group_layers(loaded.config.windows)
-    kv_dtype = resolve_kv_dtype(config.device.kv_cache_dtype, loaded.dtype)
+    kv_dtype = resolve_kv_dtype(config.device.kv_cache_dtype, loaded.dtype, amd_arch(loaded.device))
+    loaded = replace(loaded, kv_scales=scales_for(kv_dtype, loaded.kv_scales))
     layout = KVLayout(
         groups=groups,
         block_size=config.cache.block_size,
@@ -99,7 +108,7 @@ def build_engine_core(
             head_dim=loaded.config.head_dim,
             dtype=kv_dtype,
             device=loaded.device,
-            scales=loaded.kv_scales if kv_dtype.itemsize == 1 else None,
+            scales=loaded.kv_scales,
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemory(
@@ -122,7 +131,7 @@ def build_engine_core(
         num_groups=len(groups),
         device=loaded.device,
         decode_graphs=_capture_decode_graphs(config, loaded, kv_cache, groups, report),
-        cascade_groups=_cascade_groups(loaded, groups),
+        cascade=_cascade_rule(loaded, groups, layout.page_bytes // layout.block_size),
     )
     pool = BlockPool(plan.num_blocks, config.cache.enable_prefix_caching)
     manager = KVCacheManager(pool, config.cache, groups, max_step_tokens=config.scheduler.max_num_batched_tokens)
@@ -167,6 +176,15 @@ def _capture_decode_graphs(
 def _captures_graphs(config: EngineConfig, loaded: _LoadedModel) -> bool:
     on_gpu = loaded.device.type == "cuda" and loaded.attention_backend == "triton"
     return on_gpu and not config.device.enforce_eager
+
+
+def _cascade_rule(loaded: _LoadedModel, groups: Sequence[KVCacheGroup], token_bytes: int) -> CascadeRule | None:
+    """When a shared prefix is read once; `token_bytes`: keys and values of a token in one layer."""
+    found = _cascade_groups(loaded, groups)
+    if not found:
+        return None
+    name = torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else ""
+    return CascadeRule(frozenset(found), token_bytes, device_bytes_per_s(name))
 
 
 def _cascade_groups(loaded: _LoadedModel, groups: Sequence[KVCacheGroup]) -> list[int]:
@@ -284,7 +302,7 @@ def _plan_cache(
                 layout,
                 limits,
                 kv_dtype,
-                loaded.kv_scales if kv_dtype.itemsize == 1 else {},
+                loaded.kv_scales,
                 config.device.cpu_kernels,
             ),
             graph_bytes=graph_bytes,

@@ -4,7 +4,7 @@ Knows no model but its config.json's dtype. Limits of a container (cgroup v1 and
 Floor 2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,40 @@ def resolve_dtype(asked: Dtype, model_config: Mapping[str, Any], *, allows_float
     return DTYPES[asked]
 
 
-def resolve_kv_dtype(asked: KVCacheDtype, model_dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype of the KV cache: the model's, or a float8 (half the bytes of bfloat16)."""
+def amd_arch(device: torch.device) -> str | None:
+    """The architecture of an AMD GPU, like 'gfx942'; None for anything else."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return None
+    return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+
+
+def resolve_kv_dtype(asked: KVCacheDtype, model_dtype: torch.dtype, amd: str | None = None) -> torch.dtype:
+    """Choose the dtype of the KV cache: the model's, or a float8 (half the bytes of bfloat16).
+
+    `amd`: see `amd_arch`. gfx942 (MI300) has an e4m3 of its own, without negative zero and up to 240.
+
+    Raises:
+        ConfigError: a float8 that the kernels cannot have on this AMD GPU.
+    """
     if asked == "auto":
         return model_dtype
-    return torch.float8_e5m2 if asked == "fp8_e5m2" else torch.float8_e4m3fn
+    if amd is None:
+        return torch.float8_e5m2 if asked == "fp8_e5m2" else torch.float8_e4m3fn
+    if amd == "gfx942" and asked != "fp8_e5m2":
+        return torch.float8_e4m3fnuz
+    raise ConfigError(
+        f"--kv-cache-dtype {asked} is not supported on AMD {amd}",
+        hint="Use --kv-cache-dtype auto" + (" or fp8 (e4m3)." if amd == "gfx942" else "; fp8 needs gfx942 (MI300)."),
+    )
+
+
+def download(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy to the host what a step found out: one wait for all of them, and the only one of a step."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return list(tensors)
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ cost in Python does not grow with the tokens of a prompt. In the tensors, reques
 (as attention wants them); `plan_indices` leads back to the plan's order. Floor 2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvctl.core.step import BlockTables, NewRequestData, SchedulerOutput, TokenLogprobs
+from kvctl.engine.cascade import CascadeRule, num_shared_blocks
 from kvctl.engine.device import upload
 from kvctl.engine.ops import AttentionMetadata
 from kvctl.engine.sampler import SamplingRow
-from kvctl_kernels.configs import cascade_pays
 
 IntArray = NDArray[np.int64]
-
-
-def num_shared_blocks(tables: NDArray[np.int32], shortest_tokens: int, block_size: int) -> int:
-    """How many leading blocks all rows of `tables` [R, blocks] have in common, whole within every sequence.
-
-    A null block (a window has passed) ends it.
-    """
-    full = shortest_tokens // block_size
-    if not full or (tables[:, 0] != tables[0, 0]).any():  # mostly so, and cheaply told
-        return 0
-    same = (tables[:, :full] == tables[0, :full]).all(axis=0) & (tables[0, :full] != 0)
-    return full if same.all() else int(same.argmin())
 
 
 class RequestState:
@@ -91,7 +79,7 @@ class StepInputs:
 class InputBatch:
     """The rows of all running requests. `new_sampling_row` makes the sampler's part of an admitted one.
 
-    `cascade_groups`: KV cache groups whose attention can read a prefix once for all requests that share it.
+    `cascade`: when attention reads a prefix once for all requests that share it; None: never, its kernels cannot.
 
     Invariant: a row's known tokens are `_num_tokens[row]`, of which `_num_computed[row]` are in the cache.
     """
@@ -105,10 +93,10 @@ class InputBatch:
         num_groups: int,
         device: torch.device,
         new_sampling_row: Callable[[NewRequestData], SamplingRow],
-        cascade_groups: Sequence[int] = (),
+        cascade: CascadeRule | None = None,
     ) -> None:
         self._device = device
-        self._cascade_groups = frozenset(cascade_groups)
+        self._cascade = cascade
         self._new_sampling_row = new_sampling_row
         self._block_size = block_size
         self._states: dict[str, RequestState] = {}
@@ -243,17 +231,17 @@ class InputBatch:
                     max_seq_len=max_seq_len,
                     query_lens_list=counts_list,
                     seq_lens_list=seq_lens_list,
-                    shared_prefix=self._shared_prefix(own_tables[:num_decode], seq_lens[:num_decode])
-                    if group in self._cascade_groups and num_decode > 1
-                    else None,
+                    shared_prefix=self._shared_prefix(group, own_tables[:num_decode], seq_lens[:num_decode]),
                 )
             )
         return tuple(found)
 
-    def _shared_prefix(self, tables: NDArray[np.int32], seq_lens: IntArray) -> Tensor | None:
+    def _shared_prefix(self, group: int, tables: NDArray[np.int32], seq_lens: IntArray) -> Tensor | None:
         """What the decode requests have in common, if reading it once pays."""
+        if self._cascade is None or group not in self._cascade.groups or len(tables) < 2:
+            return None
         shared_tokens = self._block_size * num_shared_blocks(tables, int(seq_lens.min()), self._block_size)
-        if not cascade_pays(len(tables), shared_tokens):
+        if not self._cascade.pays(len(tables), shared_tokens):
             return None
         return self._upload(np.array([0, len(tables), shared_tokens], dtype=np.int32))
 

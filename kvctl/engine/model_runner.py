@@ -4,12 +4,13 @@ Knows no scheduler and no text. Logits are computed only for tokens whose succes
 logprobs were asked for. On a GPU the only wait for the device is for the sampled tokens. Floor 2.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvctl.core.step import ModelRunnerOutput, NewRequestData, SchedulerOutput, TokenLogprobs
+from kvctl.engine.cascade import CascadeRule
 from kvctl.engine.decode_graphs import DecodeGraphs
 from kvctl.engine.input_batch import InputBatch, RequestState, StepInputs
 from kvctl.engine.kv_cache import KVCache
@@ -18,6 +19,10 @@ from kvctl.engine.models.decoder import Decoder
 from kvctl.engine.sampler import Sampler, SamplingBatch, SamplingRow
 
 _PROMPT_LOGIT_ROWS = 64  # scored at once: bounds the logits of a long prompt
+
+
+def _new_sampling_row(sampler: Sampler, new: NewRequestData) -> SamplingRow:
+    return sampler.new_row(new.sampling_params, new.token_ids, new.num_prompt_tokens, new.eos_token_ids)
 
 
 class TorchModelRunner:
@@ -34,7 +39,7 @@ class TorchModelRunner:
         num_groups: int,
         device: torch.device,
         decode_graphs: DecodeGraphs | None = None,
-        cascade_groups: Sequence[int] = (),
+        cascade: CascadeRule | None = None,
     ) -> None:
         self._model = model
         self._decode_graphs = decode_graphs
@@ -46,14 +51,11 @@ class TorchModelRunner:
             block_size=kv_cache.block_size,
             num_groups=num_groups,
             device=device,
-            new_sampling_row=self._new_sampling_row,
-            cascade_groups=cascade_groups,
+            new_sampling_row=partial(_new_sampling_row, sampler),  # no method of this object: it would hold itself
+            cascade=cascade,
         )
         self._sampled: list[RequestState] = []  # of the step before: mostly the same ones again
         self._sampling_batch = SamplingBatch([])
-
-    def _new_sampling_row(self, new: NewRequestData) -> SamplingRow:
-        return self._sampler.new_row(new.sampling_params, new.token_ids, new.num_prompt_tokens, new.eos_token_ids)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:

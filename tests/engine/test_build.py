@@ -1,6 +1,7 @@
 """What building an engine reports, refuses and decides."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_one_request_that_cannot_fit_is_told_with_needed_available_and_advice(fo
     assert "available are 48.8 KiB" in caught.value.message
     assert "112 tokens would fit" in caught.value.message
     assert "--max-model-len" in caught.value.hint
+
+
+@pytest.mark.parametrize("tiny", [tiny_models.LLAMA, tiny_models.MISTRAL, tiny_models.GEMMA3], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("batched", [8, 64])
+def test_the_smallest_cache_that_starts_takes_every_request_that_max_model_len_allows(tiny, batched, tiny_folder):
+    """So a request is refused for its length before its stream begins, or served: never for the cache alone."""
+    folder = tiny_folder(tiny)[1]
+    options = {"max_model_len": 100, "max_num_seqs": 4, "max_num_batched_tokens": batched}
+    with pytest.raises(OutOfMemory) as caught:
+        engine_runs.start(folder, num_blocks=2, **options)
+    needed = int(re.search(r"\(([\d,]+) blocks\), available", caught.value.message).group(1).replace(",", ""))
+    engine = engine_runs.start(folder, num_blocks=needed, **options)
+    assert engine.core.scheduler.kv_cache_manager.capacity_tokens(engine.info.max_model_len) == 100
+    results = engine.run([list(range(3, 102)), list(range(4, 54))], engine_runs.greedy(50))
+    assert [len(result.token_ids) for result in results] == [1, 50]
 
 
 def test_a_cache_larger_than_the_free_memory_is_refused_not_left_to_the_kernel(folder):
@@ -138,6 +154,26 @@ def test_the_steps_of_the_profile_run_on_the_null_block_alone(folder, monkeypatc
     monkeypatch.setattr(Decoder, "forward", lambda self, ids, *rest: (seen.append(len(ids)), real(self, ids, *rest))[1])
     run_profile_steps(loaded.decoder, loaded.device, layout, config.scheduler, torch.float32, {}, "torch")
     assert seen == [1, 2, 4, 8, 250]
+
+
+def test_an_engine_that_is_let_go_gives_its_memory_back_at_once(folder):
+    """A second engine in the same process must find the device free: no cycle keeps the first until the next gc."""
+    import gc
+    import weakref
+
+    from tests.support.engine_runs import greedy, start
+
+    gc.collect()
+    gc.disable()
+    try:
+        engine = start(folder)
+        engine.run([[5, 6, 7]], greedy(2))
+        cache = weakref.ref(engine.core.runner._kv_cache.layers[0].k_cache)
+        engine.core.close()
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_the_builder_needs_neither_server_nor_wire_packages(folder):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvctl.engine.config import DeviceConfig
-from kvctl.engine.device import available_host_bytes, resolve_device, resolve_dtype
+from kvctl.engine.device import available_host_bytes, resolve_device, resolve_dtype, resolve_kv_dtype
 from kvctl.errors import ConfigError, ModelBroken
 
 GIB = 1 << 30
@@ -30,6 +30,20 @@ def test_auto_takes_the_checkpoints_dtype_and_half_of_float32(asked, config, all
 def test_float16_is_refused_where_the_model_overflows_in_it():
     with pytest.raises(ConfigError, match="float16"):
         resolve_dtype("float16", {}, allows_float16=False)
+
+
+def test_float8_pages_are_the_kind_the_gpu_has():
+    assert resolve_kv_dtype("auto", torch.bfloat16, "gfx90a") is torch.bfloat16
+    assert (
+        resolve_kv_dtype("fp8", torch.bfloat16) is resolve_kv_dtype("fp8_e4m3", torch.bfloat16) is torch.float8_e4m3fn
+    )
+    assert resolve_kv_dtype("fp8_e5m2", torch.bfloat16) is torch.float8_e5m2
+    assert resolve_kv_dtype("fp8", torch.bfloat16, "gfx942") is torch.float8_e4m3fnuz
+    with pytest.raises(ConfigError, match="gfx942") as refused:
+        resolve_kv_dtype("fp8_e5m2", torch.bfloat16, "gfx942")
+    assert "fp8 (e4m3)" in refused.value.hint
+    with pytest.raises(ConfigError, match="gfx90a"):
+        resolve_kv_dtype("fp8", torch.bfloat16, "gfx90a")
 
 
 @pytest.mark.parametrize("name", ["float12", "int8", 16, ["bfloat16"]])

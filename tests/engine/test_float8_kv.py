@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from kvctl.core.sampling_params import SamplingParams
-from kvctl.engine.kv_scales import load_kv_scales
+from kvctl.engine.kv_scales import load_kv_scales, scales_for
 from kvctl.errors import ModelBroken
 from tests.support import tiny_models
 from tests.support.engine_runs import greedy, start
@@ -94,3 +94,12 @@ def test_scales_per_head_are_read_and_bad_ones_refused() -> None:
     for bad in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor(0.0), torch.tensor(float("nan"))):
         with pytest.raises(ModelBroken, match="not a scale of 2 KV heads"):
             load_kv_scales({"m.layers.0.self_attn.k_scale": bad}.get, "m.", 1, 2, torch.device("cpu"))
+
+
+def test_scales_belong_to_float8_pages_and_amds_kind_needs_larger_ones() -> None:
+    stored = {"m.layers.0.self_attn.k_scale": torch.tensor([1.0, 2.0])}
+    scales = load_kv_scales(stored.get, "m.", 1, 2, torch.device("cpu"))
+    assert scales_for(torch.bfloat16, scales) == {}
+    assert scales_for(torch.float8_e4m3fn, scales) == scales
+    doubled = scales_for(torch.float8_e4m3fnuz, scales)[0]
+    assert doubled.key.tolist() == [2.0, 4.0] and doubled.value.tolist() == [2.0, 2.0]

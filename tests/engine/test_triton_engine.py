@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvctl.engine import build as build_module
+from kvctl.engine.cascade import CascadeRule
 from kvctl.engine.decode_graphs import DecodeGraphs
 from tests.support import tiny_models
 from tests.support.engine_runs import greedy, start
@@ -48,7 +49,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(TritonOps, "cascade_decode", spy)
     monkeypatch.setattr(build_module, "select_ops", lambda *_: TritonOps("cpu", arch="sm_90", num_multiprocessors=2))
-    monkeypatch.setattr("kvctl.engine.input_batch.cascade_pays", lambda requests, tokens: tokens >= 32)
+    monkeypatch.setattr(CascadeRule, "pays", lambda self, requests, tokens: tokens >= 32)
     return shared
 
 

@@ -12,7 +12,7 @@ repair()
 # numpy warns of inf - inf and of casts that CUDA does silently; the results are what these tests look at.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
 
 
 @triton.jit

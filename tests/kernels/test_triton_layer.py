@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HOPPER = TritonOps("cpu", arch="sm_90", num_multiprocessors=4)
 AMPERE = TritonOps("cpu", arch="sm_80", num_multiprocessors=4)
+MI300 = TritonOps("cpu", arch="gfx942", num_multiprocessors=4)
 REFERENCE = TorchOps()
 
 
@@ -39,8 +40,17 @@ def test_store_kv_writes_slots_and_skips_minus_one(dtype: torch.dtype) -> None:
     assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
 
 
-@pytest.mark.parametrize("ops", [HOPPER, AMPERE], ids=["native", "bits"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    ("ops", "dtype"),
+    [
+        (HOPPER, torch.float8_e4m3fn),
+        (AMPERE, torch.float8_e4m3fn),
+        (HOPPER, torch.float8_e5m2),
+        (AMPERE, torch.float8_e5m2),
+        (MI300, torch.float8_e4m3fnuz),
+    ],
+    ids=["e4m3", "e4m3-bits", "e5m2", "e5m2-sm_80", "e4m3fnuz"],
+)
 def test_float8_stores_are_bit_exact_saturate_and_apply_scales(ops: TritonOps, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     key = torch.randn(64, 2, 64) * torch.exp2(torch.randint(-14, 12, (64, 2, 64)).float())

@@ -65,23 +65,36 @@ def test_a_window_leaves_the_rest_unread() -> None:
     assert decode(batch, splits=2, window=100)["k"].loaded_bytes == 100 * 2 * 64 * 2
 
 
-def test_a_shared_prefix_is_read_once_for_all_requests() -> None:
-    """The cascade: 16 queries of 16 requests over one 128-token prefix, as one causal-free prefill."""
-    batch = paged_batch([1], [128], num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
-    query = torch.randn(16, 4, 64).bfloat16()
-    out, lse = torch.empty_like(query), torch.empty(16, 4)
-    starts = torch.tensor([0, 16], dtype=torch.int32)
-    with trace(
-        k=batch.k_cache, v=batch.v_cache, q=query, out=out, lse=lse, starts=starts,
-        tables=batch.meta.block_tables, lens=batch.meta.seq_lens,
-    ) as traffic:  # fmt: skip
-        OPS.paged_prefill(
-            query, batch.k_cache, batch.v_cache, batch.meta.block_tables, batch.meta.seq_lens, starts,
-            num_query_tokens=16, scale=0.125, causal=False, out=out, lse=lse,
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (7, 1)])
+def test_a_cascade_reads_the_shared_prefix_once_and_each_own_part_once(
+    heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a cascade loads of K and V: 8 requests over one 128-token prefix, each with up to 40 tokens more."""
+    lengths, shared = [128 + 5 * i for i in range(1, 9)], 128
+    batch = paged_batch(
+        [1] * 8, lengths, num_heads=heads, num_kv_heads=kv_heads, head_dim=64, block_size=16, dtype=torch.bfloat16
+    )  # fmt: skip
+    batch.meta.block_tables[:, : shared // 16] = batch.meta.block_tables[0, : shared // 16]
+    out, prefix = torch.empty_like(batch.query), torch.tensor([0, 8, shared], dtype=torch.int32)
+    made: dict[str, torch.Tensor] = {}
+    plain = torch.empty
+
+    def kept(*shape, **options):
+        made[f"made {len(made)}"] = plain(*shape, **options)
+        return made[f"made {len(made) - 1}"]
+
+    tensors = {"k": batch.k_cache, "v": batch.v_cache, "q": batch.query, "out": out, "prefix": prefix}
+    tensors |= {"tables": batch.meta.block_tables, "lens": batch.meta.seq_lens}
+    monkeypatch.setattr(torch, "empty", kept)
+    with trace(made, **tensors) as traffic:
+        OPS.cascade_decode(
+            batch.query, batch.k_cache, batch.v_cache, batch.meta.block_tables, batch.meta.seq_lens, prefix,
+            scale=0.125, out=out,
         )  # fmt: skip
-    once = 128 * 2 * 64 * 2
-    assert traffic["k"].loaded_bytes == traffic["v"].loaded_bytes == once
-    assert traffic["k"].sectors == traffic["k"].unique_sectors
+    ideal = (shared + sum(length - shared for length in lengths)) * kv_heads * 64 * 2
+    for name in ("k", "v"):
+        assert traffic[name].loaded_bytes == ideal
+        assert traffic[name].sectors == traffic[name].unique_sectors
 
 
 def test_prefill_reads_keys_once_per_block_of_queries() -> None:

@@ -22,9 +22,10 @@ _TORCH = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
 }
-_CARRIER = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fnuz: 240.0}
+_CARRIER = {torch.bfloat16: torch.uint16, **dict.fromkeys(_LARGEST, torch.uint8)}
 
 
 def _to_torch(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

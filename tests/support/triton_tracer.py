@@ -4,7 +4,7 @@ A sector is what a GPU's memory moves at least. Only tensors given to `trace` ma
 AccessError, which makes the tracer a sanitizer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,13 +34,15 @@ class Traffic:
         return len(self.seen)
 
 
+def _range(name: str, tensor: torch.Tensor) -> tuple[str, int, int, int]:
+    size = tensor.element_size()
+    return name, tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * size, size
+
+
 @contextmanager
-def trace(**tensors: torch.Tensor) -> Iterator[dict[str, Traffic]]:
-    """Run kernels inside; yields the traffic per tensor name."""
-    ranges = [
-        (name, t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), t.element_size())
-        for name, t in tensors.items()
-    ]
+def trace(made: Mapping[str, torch.Tensor] | None = None, **tensors: torch.Tensor) -> Iterator[dict[str, Traffic]]:
+    """Run kernels inside; yields the traffic per tensor name. `made` may grow meanwhile: what launchers allocate."""
+    given = [_range(name, tensor) for name, tensor in tensors.items()]
     traffic = {name: Traffic() for name in tensors}
     builder = interpreter.InterpreterBuilder
     plain_load, plain_store = builder.create_masked_load, builder.create_masked_store
@@ -49,13 +51,13 @@ def trace(**tensors: torch.Tensor) -> Iterator[dict[str, Traffic]]:
         addresses = np.asarray(ptrs.data).astype(np.int64)[np.broadcast_to(mask.data, np.shape(ptrs.data))]
         if not addresses.size:
             return
-        for name, start, end, size in ranges:
+        for name, start, end, size in [*given, *(_range(*item) for item in (made or {}).items())]:
             if start <= addresses[0] < end:
                 if addresses.min() < start or addresses.max() + size > end:
                     raise AccessError(
                         f"{name}: {addresses.min() - start} .. {addresses.max() - start} of {end - start}"
                     )
-                entry = traffic[name]
+                entry = traffic.setdefault(name, Traffic())
                 unique = np.unique(addresses)
                 if is_store:
                     entry.stored_bytes += unique.size * size
