@@ -40,7 +40,7 @@ PRINTED_GIB = 0.005  # a figure of two decimals is this uncertain either way
 SWAP_GIB = 4  # vLLM V0's default swap space
 # Why a case may be off, by its name. Each is a fact about the run or a limit of its log, not of the rule.
 EXPLAINED = {
-    "glm51-rocm-err": "72.0 kB a token on ROCm: no whole number for 78 layers, 912 for 79 (a draft layer too); no known layout",
+    "glm51-rocm-err": "72.0 kB a token on ROCm: nothing whole for 78 layers, 912 B for 79; no known layout has that",
     "dsv4-flash-1m": "how vLLM packs DeepSeek V4's compressed layers is not pinned: answers 'cannot tell'",
 }
 

@@ -21,12 +21,17 @@ def read_log(place: str) -> ServerLog:
     if place.startswith(("http://", "https://")):
         import httpx
 
+        raw = bytearray()
         try:
-            response = httpx.get(place, timeout=5.0, follow_redirects=True)
-            response.raise_for_status()
-        except httpx.HTTPError as error:
+            with httpx.stream("GET", place, timeout=5.0, follow_redirects=True) as response:
+                response.raise_for_status()
+                for chunk in response.iter_bytes():
+                    raw += chunk
+                    if len(raw) > MAX_LOG_BYTES:
+                        raise ConfigError(f"{place} sends more than 64 MiB", hint="Give its /metrics URL.")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerUnreachable(f"{place} does not answer: {error}", hint="Give its /metrics URL.") from error
-        return parse_server_log(response.text)
+        return parse_server_log(raw.decode("utf-8", "replace"))
     path = Path(place).expanduser()
     if not path.is_file():
         raise ConfigError(f"--calibrate names {place}, which is not a file", hint="Give a start-up log or a URL.")

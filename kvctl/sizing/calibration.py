@@ -45,7 +45,7 @@ class Calibration:
 def request_of_log(request: SizeRequest, log: ServerLog) -> SizeRequest:
     """The question as the logged run would have asked it: what the log says wins over the options."""
     engine = request.engine
-    if log.engine in ("vllm", "sglang", "kvctl") and not engine.startswith(log.engine):
+    if log.engine is not None and not engine.startswith(log.engine):
         engine = log.engine
     if log.version and "@" not in engine and engine == "vllm":
         engine = f"vllm@{log.version}"
@@ -80,7 +80,8 @@ def calibrate(request: SizeRequest, log: ServerLog, *, source: str, learnt_on: s
         raise InvalidRequest("--calibrate needs the GPU that the log is from", hint="Add --gpu NAME.")
     if log.is_empty:
         raise InvalidRequest(
-            f"{source} says nothing about KV memory", hint="Give a vLLM, SGLang or kvctl start-up log or /metrics page."
+            f"{source} says nothing about KV memory",
+            hint="Give a start-up log of vLLM, SGLang, TensorRT-LLM, llama.cpp or kvctl, or a /metrics page.",
         )
     if log.given_kv_bytes is not None:
         raise InvalidRequest(
@@ -149,16 +150,23 @@ def _read_all(path: Path) -> dict[str, Any]:
 
 
 def store_calibration(calibration: Calibration, path: Path) -> None:
-    """Keep a calibration; one per profile and engine, the newest wins.
+    """Keep a calibration; one per profile and engine, the newest wins. A damaged store begins anew.
+
+    The file is replaced whole, so that a run that reads it meanwhile sees the old one or the new one.
 
     Raises:
         KvctlError: the file cannot be written.
     """
-    stored = _read_all(path)
+    try:
+        stored = _read_all(path)
+    except KvctlError:
+        stored = {}
     stored[f"{calibration.gpu}/{calibration.engine}"] = asdict(calibration)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
     except OSError as error:
         raise KvctlError(f"{path} cannot be written: {error.strerror}", hint="Set XDG_STATE_HOME.") from error
 

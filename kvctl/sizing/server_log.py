@@ -1,6 +1,7 @@
 """What a server's start-up log or /metrics page says about its memory: the numbers, none of the meaning.
 
-Knows the lines of vLLM, SGLang and kvctl; unknown lines are passed over. Engines print GB where they mean GiB.
+Knows the lines of vLLM (0.2 to 0.28), SGLang, TensorRT-LLM, llama.cpp and kvctl; unknown lines are passed over. Engines
+print GB where they mean GiB.
 Floor 1.
 """
 
@@ -8,7 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvctl.units import GIB, parse_bytes
+from kvctl.units import GIB, MIB, parse_bytes
 
 _NUMBER = r"([-+]?[\d,]*\.?\d+)"
 
@@ -50,6 +51,10 @@ def _gib(text: str) -> int:
     return int(float(text.replace(",", "")) * GIB)
 
 
+def _mib(text: str) -> int:
+    return int(float(text.replace(",", "")) * MIB)
+
+
 def _int(text: str) -> int:
     return int(float(text.replace(",", "")))
 
@@ -63,16 +68,21 @@ _LINES: tuple[tuple[str, re.Pattern[str], Any], ...] = tuple(
     (name, re.compile(pattern), reader)
     for name, pattern, reader in (
         ("version", r"(?:vLLM API server version|\(v|LLM engine \(v|vllm version:?) ?v?(\d+\.\d+(?:\.\d+)?)", str),
-        ("total_bytes", rf"total_gpu_memory \({_NUMBER} ?GiB\)", _gib),
+        ("total_bytes", rf"total_gpu_memory[ =(]+{_NUMBER} ?GiB", _gib),
         ("total_bytes", rf"[Tt]otal (?:gpu )?memory:? {_NUMBER} ?GiB", _gib),
         ("utilization", r"gpu_memory_utilization['\"]?[=: (\"]+(\d*\.?\d+)", float),
         ("utilization", r"mem_fraction_static[=: ]+(\d*\.?\d+)", float),
-        ("weights_bytes", rf"model weights take {_NUMBER} ?GiB", _gib),
+        ("weights_bytes", rf"model weights take +{_NUMBER} ?GiB", _gib),
         ("weights_bytes", rf"(?:Model loading took|Loading model weights took) {_NUMBER} ?Gi?B", _gib),
         ("weights_bytes", rf"Load weight end\..*mem usage={_NUMBER} GB", _gib),
-        ("non_torch_bytes", rf"non_torch_memory takes {_NUMBER} ?GiB", _gib),
-        ("activation_bytes", rf"PyTorch activation peak memory takes {_NUMBER} ?GiB", _gib),
+        ("non_torch_bytes", rf"non_torch_memory(?: takes)?[ =]+{_NUMBER} ?GiB", _gib),
+        ("activation_bytes", rf"PyTorch activation peak memory(?: takes)? +{_NUMBER} ?GiB", _gib),
         ("kv_bytes", rf"(?:reserved for KV Cache is|Available KV cache memory:) {_NUMBER} ?GiB", _gib),
+        ("kv_bytes", rf"(?:kv_cache_size=|available_kv_cache_memory +){_NUMBER} ?GiB", _gib),
+        ("kv_bytes", rf"Allocated {_NUMBER} GiB for max tokens in paged KV cache", _gib),
+        ("kv_bytes", rf"kv_cache.*: size = +{_NUMBER} MiB \( *\d+ cells", _mib),
+        ("kv_tokens", r"max tokens in paged KV cache \((\d+)\)", _int),
+        ("kv_tokens", r"kv_cache.*: size = +[\d.]+ MiB \( *(\d+) cells", _int),
         ("kv_bytes", rf"KV cache memory (?:in use|budget)[^0-9]*{_NUMBER} ?GiB", _gib),
         ("graph_bytes", rf"Graph capturing finished in .* took {_NUMBER} ?GiB", _gib),
         ("kv_tokens", rf"KV cache size: {_NUMBER} tokens", _int),
@@ -84,14 +94,18 @@ _LINES: tuple[tuple[str, re.Pattern[str], Any], ...] = tuple(
         ("weights_bytes", r"Memory: weights ([\d.]+ [KMGT]?i?B)\b", _bytes),
         ("given_kv_bytes", r"KV cache ([\d.]+ [KMGT]?i?B) \(--kv-cache-memory-bytes\)", _bytes),
         ("given_kv_bytes", r"'kv_cache_memory_bytes': (\d+)", _int),
+        ("given_kv_bytes", rf"reserved {_NUMBER} ?GiB memory for KV Cache as specified", _gib),
+        ("labelled_kv_bytes", r"kv_cache_memory_bytes=\"(\d+)\"", _int),
         ("block_bytes", r"KV blocks: [\d,]+ of \d+ tokens, ([\d.]+ [KMGT]?i?B) each", _bytes),
         ("block_size", r"KV blocks: [\d,]+ of (\d+) tokens", _int),
         ("block_size", r"block_size=\"(\d+)\"", _int),
         ("kv_dtype", r"cache_dtype=\"(\w+)\"", str),
         ("kv_dtype", r"'kv_cache_dtype': '(\w+)'", str),
+        ("kv_dtype", r"kv_cache_dtype=(\w+)", str),
         ("concurrency", rf"[Mm]aximum concurrency for [\d,]+ tokens per request:? (?:is )?{_NUMBER}x", float),
         ("max_model_len", rf"[Mm]aximum concurrency for {_NUMBER} tokens", _int),
         ("max_model_len", r"max_model_len['\"]?[=: ]+(\d+)|max_seq_len=(\d+)|context_len=(\d+)", _int),
+        ("max_model_len", r"[Uu]sing max model len (\d+)", _int),
         ("max_num_seqs", r"max_num_seqs['\"]?[=: ]+(\d+)", _int),
         ("max_num_batched_tokens", r"max_num_batched_tokens['\"]?[=: ]+(\d+)", _int),
         ("tensor_parallel", r"tensor_parallel_size['\"]?[=: ]+(\d+)|tp_size=(\d+)", _int),
@@ -103,6 +117,8 @@ _K_V_SIZE = re.compile(rf"K size: {_NUMBER} GB, V size: {_NUMBER} GB")
 _MARKS = (
     ("sglang", ("sglang", "mem_fraction_static")),
     ("kvctl", ("kvctl",)),
+    ("trtllm", ("tensorrt-llm",)),
+    ("llama.cpp", ("llama_kv_cache", "llama_model_loader")),
     (
         "vllm",
         ("vllm", "gpu kv cache size", "llm engine (v", "pytorch activation peak", "# gpu blocks", "# cuda blocks"),
@@ -125,10 +141,14 @@ def parse_server_log(text: str) -> ServerLog:
             found[name] = min(found[name], value) if name in found else value
         match = _K_V_SIZE.search(line)
         if match is not None:
-            found["kv_bytes"] = _gib(match[1]) + _gib(match[2])
+            kv_bytes = _gib(match[1]) + _gib(match[2])
+            found["kv_bytes"] = min(found.get("kv_bytes", kv_bytes), kv_bytes)
             found["engine"] = "sglang"
     if "engine" not in found:
         lowered = text.lower()
         found["engine"] = next((name for name, marks in _MARKS if any(mark in lowered for mark in marks)), None)
+    labelled = found.pop("labelled_kv_bytes", None)
+    if labelled is not None:  # kvctl writes there what it took, vLLM what it was given
+        found["kv_bytes" if found["engine"] == "kvctl" else "given_kv_bytes"] = labelled
     known = {f.name for f in fields(ServerLog)}
     return ServerLog(**{k: v for k, v in found.items() if k in known})

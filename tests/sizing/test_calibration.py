@@ -74,6 +74,55 @@ def test_a_metrics_page_gives_blocks() -> None:
     assert (log.num_blocks, log.block_size, log.utilization) == (4153, 16, 0.9)
 
 
+PAGES = Path(__file__).parent.parent / "data" / "top"
+
+
+def test_a_real_vllm_page_whose_kv_memory_was_given_teaches_nothing() -> None:
+    """The scrape of a vLLM that was told 2 GiB: 728 blocks of 128 tokens."""
+    log = parse_server_log((PAGES / "vllm_under_load_1.txt").read_text())
+    assert (log.engine, log.num_blocks, log.block_size, log.given_kv_bytes) == ("vllm", 728, 128, 2 << 30)
+    with pytest.raises(InvalidRequest, match="set outright"):
+        calibrate(request(), log, source="page", learnt_on="")
+
+
+def test_a_kvctl_page_says_how_much_kv_memory_it_took() -> None:
+    page = (
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="2212",cache_dtype="auto",'
+        'kv_cache_memory_bytes="4639162368"} 1.0\nkvctl:kv_cache_size_tokens 35392\n'
+    )
+    log = parse_server_log(page)
+    assert (log.engine, log.kv_bytes, log.given_kv_bytes) == ("kvctl", 4_639_162_368, None)
+    asked = SizeRequest(load_model("meta-llama/Llama-3.1-8B-Instruct"), "kvctl", hardware=find_hardware("l4"))
+    learnt = calibrate(asked, log, source="page", learnt_on="")
+    again = size_up(SizeRequest(asked.model, "kvctl", hardware=asked.hardware, learnt=learnt.overheads_for("")))
+    assert again.budget is not None and again.budget.kv.value == pytest.approx(4_639_162_368, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "engine", "kv_gib", "tokens"),
+    [
+        ("Memory profiling results: total_gpu_memory=23.58GiB peak_torch_memory=17.06GiB non_torch_memory=0.35GiB "
+         "kv_cache_size=3.81GiB gpu_memory_utilization=0.90\n# GPU blocks: 1952, # CPU blocks: 2", "vllm", 3.81, None),
+        ("worker.py:243] available_kv_cache_memory    53.29GiB\n# cuda blocks: 27284", "vllm", 53.29, None),
+        ("(EngineCore pid=8) INFO [gpu_worker.py:508] Available KV cache memory: 5.98 GiB\nINFO GPU KV cache size: "
+         "567,978 tokens, Maximum concurrency for 131,072 tokens per request: 4.33x", "vllm", 5.98, 567_978),
+        ("[TensorRT-LLM] Allocated 26.91 GiB for max tokens in paged KV cache (220480).", "trtllm", 26.91, 220_480),
+        ("llama_kv_cache_unified: size =  768.00 MiB ( 32768 cells,  24 layers,  1/1 seqs)", "llama.cpp", 0.75, 32_768),
+        ("sglang\nKV Cache is allocated. #tokens: 9, K size: 4.27 GB, V size: 4.27 GB\nKV Cache is allocated. "
+         "#tokens: 8, K size: 4.00 GB, V size: 4.00 GB", "sglang", 8.0, 8),
+    ],
+)  # fmt: skip
+def test_lines_of_every_engine_and_age_are_read(line: str, engine: str, kv_gib: float, tokens: int | None) -> None:
+    log = parse_server_log(line)
+    assert (log.engine, log.kv_tokens) == (engine, tokens)
+    assert log.kv_bytes == pytest.approx(kv_gib * GIB, abs=2)
+
+
+def test_a_line_of_a_run_with_given_kv_memory_is_told_apart() -> None:
+    line = "Initial free memory 93.88 GiB, reserved 49.0 GiB memory for KV Cache as specified by kv_cache_memory_bytes"
+    assert parse_server_log(line).given_kv_bytes == 49 * GIB
+
+
 @pytest.mark.parametrize("text", ["", "hello", "\0" * 100, "KV cache size: tokens", "gpu_memory_utilization=" * 99])
 def test_other_texts_say_nothing(text: str) -> None:
     assert parse_server_log(text).is_empty
@@ -131,6 +180,15 @@ def test_a_damaged_store_is_told_or_empty(tmp_path: Path, content: str) -> None:
     else:
         with pytest.raises(KvctlError, match="calibration"):
             stored_calibration("l40s", "vllm", path)
+
+
+def test_a_damaged_store_is_replaced_by_the_next_calibration(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text("{")
+    learnt = calibrate(request(), parse_server_log(V1_LOG), source="server.log", learnt_on="2026-01-01")
+    store_calibration(learnt, path)
+    assert stored_calibration("l40s", "vllm", path) == learnt
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_log_without_memory_teaches_nothing() -> None:
