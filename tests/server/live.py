@@ -31,9 +31,14 @@ async def running(context: ServingContext) -> AsyncIterator[tuple[HttpServer, in
 async def request(port: int, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request as it is written; `head` without the empty line."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+    writer.write(raw(head, body))
     await writer.drain()
     return reader, writer
+
+
+def raw(head: str, body: bytes = b"") -> bytes:
+    """A request as it goes over the wire."""
+    return head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body
 
 
 def post(path: str, body: bytes) -> str:

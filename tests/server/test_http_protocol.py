@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 
 from kvctl.server import body as body_module
 from kvctl.server import http_protocol
-from tests.server.live import post, read_head, request, running, until
+from tests.server.live import post, raw, read_head, request, running, until
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ async def test_a_hundred_megabytes_are_read_away_not_kept_and_the_client_hears_4
     assert answer["error"]["code"] == 413
     # the connection is still good
     small = b'{"prompt":"a","max_tokens":1}'
-    writer.write(post("/v1/completions", small).replace("\n", "\r\n").encode() + b"\r\n\r\n" + small)
+    writer.write(raw(post("/v1/completions", small), small))
     assert (await read_head(reader))[0] == 200
     writer.close()
 
@@ -97,6 +98,34 @@ async def test_an_endless_head_gets_431(live):
     writer.close()
 
 
+STREAM = b'{"prompt":"a","max_tokens":200,"stream":true}'
+CHUNKED = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nTransfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    ("head", "endless"),
+    [
+        (raw(post("/v1/completions", STREAM), STREAM), b"GET /health HTTP/1.1\r\nX-Long: "),
+        (raw(CHUNKED, b"0\r\n"), b"X-Trailer: "),
+        (raw(CHUNKED), b"1;extension="),
+    ],
+    ids=["a head behind a running request", "trailers", "the extension of a chunk"],
+)
+async def test_what_has_no_end_is_hung_up_on_wherever_it_stands(make_context, head, endless):
+    """The parser keeps all of it, so it must not be fed without end."""
+    context = make_context(delay_s=0.02)
+    async with running(context) as (server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + endless)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                writer.write(b"y" * 10_000)
+                await writer.drain()
+                await asyncio.sleep(0.002)
+        writer.close()
+        await until(lambda: context.engine.num_unfinished == 0 and not server.server_state.connections)
+
+
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"HELLO\r\n\r\n", b"GET  HTTP/1.1\r\n\r\n"], ids=repr
 )
@@ -111,7 +140,7 @@ async def test_what_is_no_http_gets_400(live, garbage):
 async def test_pipelined_requests_are_answered_in_order(live):
     _, port = live
     one, two = b'{"prompt":"a","max_tokens":1}', b'{"prompt":"b","max_tokens":1}'
-    both = b"".join(post("/v1/completions", b).replace("\n", "\r\n").encode() + b"\r\n\r\n" + b for b in (one, two))
+    both = b"".join(raw(post("/v1/completions", b), b) for b in (one, two))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(both)
     texts = []
@@ -132,6 +161,35 @@ async def test_a_client_that_leaves_ends_its_request(make_context, is_streamed):
         writer.close()
         await until(lambda: context.engine.num_unfinished == 0)
         await until(lambda: context.admission.in_flight == 0)
+
+
+async def test_a_client_that_leaves_with_more_requests_sent_ends_the_running_one_too(make_context):
+    context = make_context(delay_s=0.02)
+    async with running(context) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(3 * raw(post("/v1/completions", STREAM), STREAM))
+        await until(lambda: context.engine.num_delivered > 2)
+        writer.transport.abort()
+        await until(lambda: context.engine.num_unfinished == 0, timeout_s=2)
+        assert len(context.engine.seen) == 1
+
+
+async def test_a_client_that_does_not_take_the_last_bytes_is_cut_off(make_context, monkeypatch):
+    """They are too few to stop the writer, and closing waits for them."""
+    monkeypatch.setattr(http_protocol, "WRITE_STALL_TIMEOUT_S", 0.2)
+    context = make_context()
+    context.engine.tokenizer.token_text = lambda token_id: "x" * 60_000
+    async with running(context) as (server, port):
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # accepted ones inherit it
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+        body = b'{"prompt":"a","max_tokens":1}'
+        client.send(raw(post("/v1/completions", body).replace("HTTP/1.1", "HTTP/1.0"), body))
+        await until(lambda: context.engine.num_delivered == 1)
+        await until(lambda: not server.server_state.connections)
+        client.close()
 
 
 async def test_a_client_that_does_not_read_stops_its_own_stream_only_and_is_cut_off(make_context, monkeypatch):
