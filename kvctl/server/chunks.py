@@ -81,7 +81,7 @@ class ChunkBuilder:
         self._is_plain = not (options.continuous_usage or options.token_ids or options.num_logprobs is not None)
         self._started = [False] * num_choices
         self._num_output_tokens = [0] * num_choices
-        self._num_cached_tokens = [0] * len(prompts)
+        self._num_cached_tokens = [0] * num_choices
         self._formatters = [
             LogprobFormatter(texts, num_top=options.num_logprobs or 0, as_ids=options.tokens_as_ids)
             for _ in range(num_choices if options.num_logprobs is not None else 0)
@@ -115,7 +115,7 @@ class ChunkBuilder:
         prompt = self._prompts[prompt_index]
         options = self._options
         is_first, self._started[choice] = not self._started[choice], True
-        self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+        self._num_cached_tokens[choice] = output.num_cached_tokens
         if is_first:
             text = self._first_text(choice, prompt, output)
         else:
@@ -133,7 +133,7 @@ class ChunkBuilder:
         parts.append("}]")
         if options.continuous_usage:
             usage = usage_object(
-                len(prompt.token_ids), self._num_output_tokens[choice], self._num_cached_tokens[prompt_index]
+                len(prompt.token_ids), self._num_output_tokens[choice], self._num_cached_tokens[choice]
             )
             parts.append(f',"usage":{_json(usage)}')
         parts.append("}\n\n")
@@ -146,7 +146,7 @@ class ChunkBuilder:
         usage = usage_object(
             sum(len(prompt.token_ids) for prompt in self._prompts),
             sum(self._num_output_tokens),
-            sum(self._num_cached_tokens),
+            sum(min(self._num_cached_tokens[i : i + self._n]) for i in range(0, len(self._num_cached_tokens), self._n)),
         )
         return f'{self._head}],"usage":{_json(usage)}}}\n\n'.encode()
 

@@ -1,6 +1,7 @@
 """Gathers streams to their end, for answers in one piece. Knows no JSON. Floor 3."""
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from kvctl.core.request import FinishReason
@@ -19,6 +20,7 @@ class CollectedChoice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -32,6 +34,7 @@ class CollectedChoice:
         self.logprobs += output.logprobs_delta
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.num_cached_tokens = output.num_cached_tokens
 
 
 @dataclass(slots=True)
@@ -40,7 +43,11 @@ class CollectedPrompt:
 
     choices: list[CollectedChoice]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_cached_tokens: int = 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """What the prefix cache held before this request: later choices find what the first one computed."""
+        return min(choice.num_cached_tokens for choice in self.choices)
 
 
 async def collect(streams: Sequence[OutputStream], n: int) -> list[CollectedPrompt]:
@@ -50,11 +57,11 @@ async def collect(streams: Sequence[OutputStream], n: int) -> list[CollectedProm
         KvctlError: whatever a stream raises, or a request that failed in the engine.
     """
     prompts = [CollectedPrompt([CollectedChoice() for _ in range(n)]) for _ in streams]
-    async for index, output in merge(streams):
-        raise_if_failed(output)
-        prompt = prompts[index]
-        prompt.choices[output.index].add(output)
-        prompt.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None:
-            prompt.prompt_logprobs = output.prompt_logprobs
+    async with aclosing(merge(streams)) as outputs:
+        async for index, output in outputs:
+            raise_if_failed(output)
+            prompt = prompts[index]
+            prompt.choices[output.index].add(output)
+            if output.prompt_logprobs is not None:
+                prompt.prompt_logprobs = output.prompt_logprobs
     return prompts

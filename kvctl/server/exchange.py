@@ -5,7 +5,7 @@ streams are closed, and closing a stream aborts its request in the engine. Knows
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -63,8 +63,11 @@ async def run_for_client(work: Coroutine[Any, Any, Result], receive: Receive, cl
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def merge(streams: Sequence[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield (index of the stream, output) of several streams as they come; the first error ends all."""
+async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield (index of the stream, output) of several streams as they come; the first error ends all.
+
+    Close it (`aclosing`) before the streams: until then it reads them.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for output in only:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Final, Protocol
 
 from starlette.responses import Response
@@ -102,9 +103,10 @@ class EventStream(Response):
                     raise_if_failed(output)
                     await send({"type": "http.response.body", "body": chunk(0, output), "more_body": True})
             else:
-                async for index, output in merge(self._streams):
-                    raise_if_failed(output)
-                    await send({"type": "http.response.body", "body": chunk(index, output), "more_body": True})
+                async with aclosing(merge(self._streams)) as outputs:
+                    async for index, output in outputs:
+                        raise_if_failed(output)
+                        await send({"type": "http.response.body", "body": chunk(index, output), "more_body": True})
             await _send_end(send, self._formatter.last())
         except KvctlError as error:
             await _send_end(send, error_event(error))

@@ -49,6 +49,24 @@ async def test_cached_tokens_are_told(client):
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 32}
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_a_first_choice_computed_does_not_read_as_cached_to_the_next(client, context, is_streamed):
+    original = context.engine.generate
+
+    async def with_hits(*args, **kwargs):
+        async for output in original(*args, **kwargs):
+            output.num_cached_tokens = 16 * output.index  # the later ones find the first one's blocks
+            yield output
+
+    context.engine.generate = with_hits
+    body = {"prompt": ["x" * 40, "y" * 40], "n": 3, "max_tokens": 2}
+    if is_streamed:
+        usage = (await stream(client, **body, stream_options={"include_usage": True}))[-1]["usage"]
+    else:
+        usage = (await complete(client, **body))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [

@@ -113,7 +113,7 @@ CHUNKED = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/jso
 )
 async def test_what_has_no_end_is_hung_up_on_wherever_it_stands(make_context, head, endless):
     """The parser keeps all of it, so it must not be fed without end."""
-    context = make_context(delay_s=0.02)
+    context = make_context(delay_s=0.1)
     async with running(context) as (server, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head + endless)

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+from contextlib import aclosing
 
 import pytest
 
+from kvctl.core.request import FinishReason
 from kvctl.errors import InvalidRequest
 from tests.server.live import post, read_head, request, running, until
 
@@ -99,6 +101,39 @@ async def test_a_refusal_by_the_scheduler_reaches_the_client(make_context):
                     "code": 400,
                 }
             writer.close()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_one_prompt_that_fails_in_the_engine_ends_the_others_without_an_uproar(make_context, caplog, is_streamed):
+    context = make_context(delay_s=0.005)
+    original = context.engine.generate
+
+    def fail_later(prompt, *args, **kwargs):
+        stream = original(prompt, *args, **kwargs)
+        if bytes(prompt) != b"bad":
+            return stream
+
+        async def failing():
+            async with aclosing(stream):
+                async for output in stream:
+                    output.finish_reason = FinishReason.ERROR if len(context.engine.running) == 4 else None
+                    yield output
+
+        return failing()
+
+    context.engine.generate = fail_later
+    async with running(context) as (_, port):
+        body = {"prompt": ["good", "bad", "fine", "well"], "max_tokens": 200, "stream": is_streamed}
+        data = json.dumps(body).encode()
+        reader, writer = await request(port, post("/v1/completions", data), data)
+        status, _ = await read_head(reader)
+        if is_streamed:
+            assert "failed in the engine" in read_events(await reader.readuntil(b"[DONE]\n\n"))[-2]["error"]["message"]
+        else:
+            assert status == 500
+        await until(lambda: context.engine.num_unfinished == 0 and context.admission.in_flight == 0)
+        writer.close()
+    assert not [record for record in caplog.records if record.exc_info], "a generator was closed while it was read"
 
 
 async def test_one_streams_end_does_not_touch_another(make_context):
