@@ -158,7 +158,9 @@ def read_gguf(path: Path) -> GgufFacts:
             raise ModelNotSupported(f"cannot tell: GGUF version {version}", hint="Versions 2 and 3 are known.")
         num_tensors, num_keys = reader.number("<Q"), reader.number("<Q")
         if num_tensors > 10**6 or num_keys > 10**6:
-            raise ModelBroken(f"{path.name} claims {num_tensors:,} tensors", hint="Download it again.")
+            raise ModelBroken(
+                f"{path.name} claims {num_tensors:,} tensors and {num_keys:,} keys", hint="Download it again."
+            )
         keys = {}
         for _ in range(num_keys):
             name = reader.string()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvctl import __version__
 from kvctl.errors import ConfigError, ModelBroken, ModelNotFound
 from kvctl.model.gguf_header import read_gguf
 from kvctl.model.profiles import profiles_folder
@@ -75,6 +76,8 @@ def find_model(name: str, *, refresh: bool = False) -> FoundModel:
         ModelNotSupported: a GGUF file of an unknown kind.
         ConfigError: the name cannot be a model's.
     """
+    if not name.strip() or "\0" in name:
+        raise ConfigError("MODEL is empty", hint="Give a hub id, a folder, a config.json, a .gguf file or -.")
     if name == "-":
         return FoundModel(
             "stdin", parse_config(_read_limited(sys.stdin.buffer, "standard input"), "standard input"), "stdin"
@@ -88,8 +91,6 @@ def find_model(name: str, *, refresh: bool = False) -> FoundModel:
             return FoundModel(path.stem, facts.config, f"file {path}", None, facts.weight_bytes, facts.num_parameters)
         return FoundModel(_id_of(path), _read_config(path), f"file {path}")
     if name.startswith((".", "/", "~")) or name.endswith((".json", ".gguf")) or not _HUB_ID.match(name):
-        if not name.strip() or "\0" in name:
-            raise ConfigError("MODEL is empty", hint="Give a hub id, a folder, a config.json, a .gguf file or -.")
         raise ModelNotFound(f"{name} is neither a file nor a folder", hint="Give a hub id, a config.json or -.")
     return _by_hub_id(name, refresh=refresh)
 
@@ -187,4 +188,4 @@ def _from_catalogue(name: str) -> FoundModel | None:
         if not matches:
             return None
         path = matches[0]
-    return FoundModel(f"{path.parent.name}/{path.stem}", _read_config(path), "bundled catalogue")
+    return FoundModel(f"{path.parent.name}/{path.stem}", _read_config(path), f"catalogue of kvctl {__version__}")

@@ -1,5 +1,7 @@
 """Bytes per token: the seeds' figures, and tensor parallelism."""
 
+import json
+
 import pytest
 
 from kvctl.errors import ConfigError
@@ -13,6 +15,7 @@ from kvctl.model.kv_cache_spec import (
 )
 from kvctl.model.lookup import find_model
 from kvctl.model.model_shape import ModelShape
+from kvctl.model.profiles import profiles_folder
 from kvctl.units import GIB, KIB
 
 
@@ -77,6 +80,20 @@ def test_fp8_halves_16384_tokens_of_llama_70b_to_about_3_gb() -> None:
 )
 def test_bytes_per_token_are_those_of_printed_logs(name: str, tp: int, kv: str, expected: int) -> None:
     assert per_token(name, tp=tp, kv=kv) == expected
+
+
+def test_16384_tokens_of_glm_4_5_are_2_9_gib_in_fp8() -> None:
+    """The only catalogue model of such a context for which that figure holds: 92 layers x 8 heads x 128."""
+    tokens = 16_384
+    assert per_token("zai-org/GLM-4.5", kv="fp8") * tokens == 3_087_007_744 == int(2.875 * 2**30)
+    found = set()
+    for path in (profiles_folder() / "models").glob("*/*.json"):
+        shape = ModelShape.from_config(json.loads(path.read_text()))
+        specs = kv_cache_specs(shape, KVOptions(kv_format("fp8", shape.dtype), 1, shape.dtype))
+        held = marginal_bytes_per_token(specs, tokens) * tokens
+        if (shape.max_model_len or 0) >= tokens and "2.9" in (f"{held / 2**30:.1f}", f"{held / 1e9:.1f}"):
+            found.add(path.stem)
+    assert found == {"GLM-4.5"}
 
 
 def test_windows_cap_a_long_request() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from kvctl import __version__
 from kvctl.errors import ConfigError, ModelBroken, ModelNotFound
 from kvctl.model.lookup import MAX_CONFIG_BYTES, find_model
 
@@ -39,7 +40,7 @@ def put_in_cache(tmp_path: Path, name: str, config: dict, *, weights: bool = Fal
 
 
 def test_the_seeds_model_is_found_without_any_network() -> None:
-    assert find_model("Qwen/Qwen2.5-7B-Instruct").source == "bundled catalogue"
+    assert find_model("Qwen/Qwen2.5-7B-Instruct").source == f"catalogue of kvctl {__version__}"
 
 
 def test_catalogue_names_do_not_depend_on_case() -> None:
@@ -174,7 +175,15 @@ def test_an_unreachable_hub_falls_back_and_costs_at_most_its_limit(monkeypatch: 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     started = time.monotonic()
-    assert find_model("Qwen/Qwen3-8B", refresh=True).source == "bundled catalogue"
+    assert find_model("Qwen/Qwen3-8B", refresh=True).source == f"catalogue of kvctl {__version__}"
     with pytest.raises(ModelNotFound, match="cannot be reached"):
         find_model("no/such")
     assert time.monotonic() - started < 30  # two refusals at once; the limit itself is hub.REACH_S
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_not_the_folder_that_one_stands_in(name: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="MODEL is empty"):
+        find_model(name)
