@@ -276,6 +276,15 @@ ShutdownTimeout = Annotated[
         metavar="SECONDS",
     ),
 ]
+EngineStallTimeout = Annotated[
+    float,
+    typer.Option(
+        help="/health says 503 when the engine has work and makes no progress for so long; 0: never.",
+        rich_help_panel=API,
+        parser=parse_timeout,
+        metavar="SECONDS",
+    ),
+]
 
 # ---- Device ----
 Device = Annotated[DeviceName, _option(DEVICE, "Where the model runs.")]

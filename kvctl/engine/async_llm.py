@@ -6,6 +6,9 @@ consumer that does not read costs the text it has not read and nothing else. Flo
 """
 
 import asyncio
+import itertools
+import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
@@ -19,12 +22,16 @@ from kvctl.engine.engine_process import SpawnedEngine, spawn_engine
 from kvctl.engine.input_processor import InputProcessor
 from kvctl.engine.output_processor import OutputProcessor
 from kvctl.engine.request_output import RequestOutput
+from kvctl.engine.stall_watch import StallWatch, cpu_seconds
 from kvctl.engine.tokenizer import Tokenizer
 from kvctl.engine.wire import AbortRequests, EngineRequest, encode_frame
 from kvctl.errors import EngineDead, InvalidRequest, KvctlError
 from kvctl.metrics.recorder import Recorder
+from kvctl.units import format_seconds
 
 _DRAIN_POLL_S: Final = 0.02
+_STALL_LOOK_S: Final = 5.0  # between two looks at the engine process; four in a short timeout
+logger = logging.getLogger(__name__)
 
 
 class _Stream:
@@ -86,6 +93,9 @@ class AsyncLLM:
         self._client: EngineClient
         self._inputs: InputProcessor
         self._info: EngineInfo
+        self._stall: StallWatch
+        self._watching: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
         self._closing = False
         self._death: EngineDead | None = None
 
@@ -101,6 +111,7 @@ class AsyncLLM:
         on_dead: Callable[[EngineDead], None] | None = None,
         on_report: Callable[[str], None] | None = None,
         spawned: SpawnedEngine | None = None,
+        stall_timeout_s: float | None = None,
     ) -> "AsyncLLM":
         """Start the engine process and wait until it takes requests.
 
@@ -109,6 +120,7 @@ class AsyncLLM:
             on_dead: called once, in the event loop, when the engine process ends although nobody asked it to.
             on_report: gets each line the engine reports while it starts (memory budget, KV cache size).
             spawned: from `spawn_engine()`, called earlier to save time; owned here from now on.
+            stall_timeout_s: after so long without progress `stall` says so, and the log; None: never.
 
         Raises:
             KvctlError: of the class that the engine raised while starting (ModelBroken, OutOfMemory, ...).
@@ -120,6 +132,9 @@ class AsyncLLM:
         llm._info = info
         llm._inputs = InputProcessor(info, tokenizer, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
         metrics.engine_started(info)
+        llm._stall = StallWatch(stall_timeout_s or math.inf, counts_cpu_time=info.device == "cpu")
+        if stall_timeout_s is not None:
+            llm._watching = asyncio.create_task(llm._watch(min(_STALL_LOOK_S, stall_timeout_s / 4)))
         return llm
 
     @property
@@ -136,6 +151,14 @@ class AsyncLLM:
     def is_alive(self) -> bool:
         """Whether the engine process runs and takes requests."""
         return self._client.is_alive and not self._closing
+
+    @property
+    def stall(self) -> str | None:
+        """What is wrong with an engine that lives, has work and does not get on; None: nothing is."""
+        stalled_s = self._stall.stalled_s(time.monotonic()) if self.is_alive else None
+        if stalled_s is None:
+            return None
+        return f"the engine has work and has not finished a step for {format_seconds(stalled_s)}"
 
     @property
     def num_unfinished(self) -> int:
@@ -158,12 +181,12 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest: at once: empty or too long prompt, token ids outside the vocabulary, an id in use, a number
-                over 64 bits. From the stream: the scheduler refused it (it can never fit the KV cache).
+                over 64 bits. (The engine's builder has seen to it that what is within `max_model_len` fits the cache.)
             EngineDead: at once or from the stream: the engine process has ended, or is shutting down.
         """
         self._check_open()
         children = self._inputs.process(
-            request_id,
+            f"{request_id}#{next(self._numbers)}",  # late outputs of an earlier request of this id are not for this one
             prompt_token_ids,
             params,
             arrival_s=time.monotonic(),
@@ -185,6 +208,7 @@ class AsyncLLM:
         stream = _Stream()
         self._outputs.add(request_id, children, stream, requested_max_tokens=requested_max_tokens)
         try:
+            self._stall.sent(time.monotonic())
             for frame in frames:
                 self._client.send_frame(frame)
             while True:
@@ -205,6 +229,8 @@ class AsyncLLM:
         A second call while the first one drains, with a shorter time, shortens it.
         """
         self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
         deadline_s = time.monotonic() + drain_s
         while self._outputs.num_unfinished and time.monotonic() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -216,11 +242,16 @@ class AsyncLLM:
 
     def step_done(self, result: StepResult) -> None:
         """Hand out the news of one step."""
-        self._send_aborts(self._outputs.process(result, time.monotonic()))
+        now_s = time.monotonic()
+        to_abort = self._outputs.process(result, now_s)
+        self._stall.heard(now_s, owes_more=self._outputs.num_unfinished > 0)
+        self._send_aborts(to_abort)
 
     def request_rejected(self, request_id: str, error: KvctlError) -> None:
         """End the request that the engine refused, with its other children."""
-        self._send_aborts(self._outputs.fail(request_id, error))
+        to_abort = self._outputs.fail(request_id, error)
+        self._stall.heard(time.monotonic(), owes_more=self._outputs.num_unfinished > 0)
+        self._send_aborts(to_abort)
 
     def engine_reported(self, line: str) -> None:
         """Pass on a line of the engine's start."""
@@ -246,4 +277,17 @@ class AsyncLLM:
 
     def _send_aborts(self, request_ids: list[str]) -> None:
         if request_ids:
+            self._stall.sent(time.monotonic())
             self._client.send(AbortRequests(request_ids))
+
+    async def _watch(self, interval_s: float) -> None:
+        was_stalled = False
+        while True:
+            await asyncio.sleep(interval_s)
+            self._stall.look(time.monotonic(), cpu_seconds(self.engine_pid))
+            stall = self.stall
+            if stall is not None and not was_stalled:
+                logger.warning("%s: it is stopped, stuck, or needs a longer --engine-stall-timeout", stall)
+            elif stall is None and was_stalled and self.is_alive:
+                logger.info("the engine gets on again")
+            was_stalled = stall is not None

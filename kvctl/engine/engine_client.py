@@ -145,6 +145,8 @@ class EngineClient(asyncio.Protocol):
                         self._ready.set_result(info)
                 case EngineFailed(error):
                     self._failure = error.to_exception()
+                    if self._transport is not None:
+                        self._transport.abort()  # its last word: a process that cannot end is not waited for
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Find out how the process ended, then tell the listener."""

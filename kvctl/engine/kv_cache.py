@@ -43,7 +43,11 @@ def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.zeros(count, dtype=torch.uint8, device=device).view(dtype).view(shape)
     # Pages straight from the kernel are zeros without being written, and cost nothing until they are. torch.zeros
     # writes them all; calloc does when it hands out memory that was used before.
-    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8).view(dtype).view(shape)
+    try:
+        pages = mmap.mmap(-1, count)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{count} bytes: {error}") from error
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def allocate_kv_cache(

@@ -20,7 +20,6 @@ from kvctl.engine.config import EngineConfig, EngineInfo
 from kvctl.errors import InvalidRequest, KvctlError
 
 FRAME_HEADER_BYTES: Final = 4
-MAX_FRAME_BYTES: Final = (1 << 32) - 1
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

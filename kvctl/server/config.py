@@ -76,5 +76,6 @@ class ServeConfig:
     api: ApiOptions = field(default_factory=ApiOptions)
     max_num_queued_reqs: int | None = None
     shutdown_timeout_s: float = 0.0
+    stall_timeout_s: float | None = 60.0  # /health says 503 after so long without progress; None: never
     log_level: str = "info"
     log_stats: bool = True

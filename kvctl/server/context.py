@@ -35,6 +35,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def stall(self) -> str | None:
+        """Why it does not get on although it lives and has work; None: it does."""
+        ...
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         ...

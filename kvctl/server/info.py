@@ -39,17 +39,22 @@ async def one_model(context: ServingContext, http: Request) -> Response:
     return json_response(_model_card(context, context.model.check(http.path_params["model_id"])))
 
 
-def _status(context: ServingContext) -> str:
+def _status(context: ServingContext) -> tuple[str, str | None]:
+    """The state in a word, and in a sentence where it is not "ok"."""
     if not context.engine.is_alive:
-        return "dead"
-    return "draining" if context.is_draining else "ok"
+        return "dead", "the engine process has ended"
+    stall = context.engine.stall
+    if stall is not None:
+        return "stalled", stall
+    return ("draining", "the server is shutting down") if context.is_draining else ("ok", None)
 
 
 async def health(context: ServingContext, http: Request) -> Response:
-    """GET /health: 200 while requests are taken, 503 otherwise; with what the engine runs on."""
-    status = _status(context)
+    """GET /health: 200 while requests are taken and served, 503 otherwise; with what the engine runs on."""
+    status, reason = _status(context)
     body = {
         "status": status,
+        "reason": reason,
         "is_alive": context.engine.is_alive,
         "in_flight": context.admission.in_flight,
         "engine": dataclasses.asdict(context.engine.info),
@@ -59,7 +64,7 @@ async def health(context: ServingContext, http: Request) -> Response:
 
 async def ping(context: ServingContext, http: Request) -> Response:
     """GET or POST /ping: /health without details."""
-    return json_response({}) if _status(context) == "ok" else json_response({}, 503, _RETRY)
+    return json_response({}) if _status(context)[0] == "ok" else json_response({}, 503, _RETRY)
 
 
 async def version(context: ServingContext, http: Request) -> Response:

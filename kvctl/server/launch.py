@@ -184,6 +184,7 @@ class _Server:
             on_dead=self._on_engine_dead,
             on_report=logger.info,
             spawned=self._spawned,
+            stall_timeout_s=self._config.stall_timeout_s,
         )
 
     def _on_engine_dead(self, error: EngineDead) -> None:

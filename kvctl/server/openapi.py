@@ -89,7 +89,7 @@ _ANSWERS: dict[str, Schema] = {
     "Models": _object(object={"const": "list"}, data=_array({"$ref": _REF + "ModelCard"})),
     "Tokens": _object("count max_model_len tokens", count=_INTEGER, max_model_len=_INTEGER, tokens=_IDS),
     "Text": _object(prompt=_TEXT),
-    "Health": _object("status is_alive", status=_TEXT, is_alive={"type": "boolean"}),
+    "Health": _object("status reason is_alive", status=_TEXT, reason=_nullable("string"), is_alive={"type": "boolean"}),
     "Version": _object(version=_TEXT),
     "Load": _object(server_load=_INTEGER),
     "Pong": {"type": "object"},
@@ -193,7 +193,7 @@ def _paths() -> Schema:
                 {
                     "200": _answer("Alive", "Health"),
                     "405": _answer(_ERROR_TEXTS["405"], "Error"),
-                    "503": _answer("Dead, or shutting down", "Health"),
+                    "503": _answer("Dead, stalled, or shutting down", "Health"),
                 },
             )
         },
@@ -203,7 +203,7 @@ def _paths() -> Schema:
                 {
                     "200": _answer("Alive", "Pong"),
                     "405": _answer("No such method here.", "Error"),
-                    "503": _answer("Dead", "Pong"),
+                    "503": _answer("Dead, stalled, or shutting down", "Pong"),
                 },
             )
             for method in ("get", "post")

@@ -38,6 +38,7 @@ def test_defaults_are_vllms(parse):
     assert config.cache.block_size == 16 and config.cache.enable_prefix_caching
     assert config.device.gpu_memory_utilization == 0.92 and config.scheduler.reserve_full_isl
     assert config.shutdown_timeout_s == 0 and config.max_num_queued_reqs is None
+    assert config.stall_timeout_s == 60
 
 
 def test_a_vllm_command_line_just_works(parse, capsys):
@@ -77,6 +78,11 @@ def test_a_vllm_command_line_just_works(parse, capsys):
     assert not config.cache.enable_prefix_caching and config.device.kv_cache_memory_bytes == int(12.3 * 2**30)
     assert config.api.api_keys == ("k1", "k2") and not config.network.access_log
     assert config.shutdown_timeout_s == 30
+
+
+def test_the_stall_timeout_can_be_set_and_switched_off(parse):
+    assert parse("--engine-stall-timeout", "2m").stall_timeout_s == 120
+    assert parse("--engine-stall-timeout", "0").stall_timeout_s is None
 
 
 def test_auto_length_and_another_dtype_of_the_cache_are_passed_on(parse):

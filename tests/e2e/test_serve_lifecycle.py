@@ -51,6 +51,15 @@ class Stream(threading.Thread):
         return [json.loads(event) for event in self.events[:-1]]
 
 
+def wait_for_health(server, status):
+    for _ in range(600):
+        health = httpx.get(f"{server.url}/health")
+        if health.status_code == status:
+            return health.json()
+        time.sleep(0.05)
+    raise AssertionError(f"/health is not {status} but {health.text}")
+
+
 def test_killing_the_engine_ends_streams_with_an_error_and_the_server_with_exit_1(tiny_model):
     with ServeProcess.tiny(tiny_model) as server:
         stream = Stream(server.url, n=4)
@@ -62,6 +71,21 @@ def test_killing_the_engine_ends_streams_with_an_error_and_the_server_with_exit_
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}).status_code == 503
         assert server.wait() == 1
     assert "engine" in server.final_log and "Traceback" not in server.final_log
+
+
+def test_health_notices_an_engine_that_is_stopped_and_one_that_gets_on_again(tiny_model):
+    with ServeProcess.tiny(tiny_model, "--engine-stall-timeout", "1") as server:
+        stream = Stream(server.url, n=2, max_tokens=2000)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        health = wait_for_health(server, 503)
+        assert health["status"] == "stalled" and "has not finished a step for" in health["reason"]
+        assert httpx.get(f"{server.url}/ping").status_code == 503
+        os.kill(engine, signal.SIGCONT)
+        assert wait_for_health(server, 200)["reason"] is None
+        events = stream.result()
+        assert [e["choices"][0]["finish_reason"] for e in events].count("length") == 2, "nothing was killed"
+    assert "--engine-stall-timeout" in server.final_log
 
 
 def test_sigterm_lets_running_requests_end_and_exits_0(tiny_model):

@@ -1,7 +1,6 @@
-"""AsyncLLM over a real engine process with the real core; only the model is a fake."""
+"""AsyncLLM over a real engine process with the real core; only the model is a fake: what its streams say."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -10,66 +9,11 @@ import psutil
 import pytest
 
 from kvctl.core.request import FinishReason
-from kvctl.core.sampling_params import SamplingParams
-from kvctl.engine.async_llm import AsyncLLM, _Stream
-from kvctl.engine.engine_process import spawn_engine
+from kvctl.engine.async_llm import _Stream
 from kvctl.engine.request_output import RequestOutput
-from kvctl.errors import EngineDead, InvalidRequest, ModelBroken
-from kvctl.metrics.recorder import InMemoryRecorder
-from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE, build_tokenizer
-from tests.support.fakes import engine_config
-
-TOKENIZER = build_tokenizer()
-SLOW = b"\x03slow"  # the fake engine takes 20 ms per token
-RAISES, EXITS = b"\x01", b"\x02"
-
-
-@contextlib.asynccontextmanager
-async def running(builder="tests.support.fakes:build_echo_core", *, on_dead=None, on_report=None, **config):
-    llm = await AsyncLLM.start(
-        engine_config(**config),
-        tokenizer=TOKENIZER,
-        recorder=InMemoryRecorder(),
-        eos_token_ids=frozenset({EOS_ID}),
-        vocab_size=VOCAB_SIZE,
-        spawned=spawn_engine(builder),
-        on_dead=on_dead,
-        on_report=on_report,
-    )
-    try:
-        async with asyncio.timeout(30):
-            yield llm
-    finally:
-        await llm.shutdown()
-        assert not psutil.pid_exists(llm.engine_pid)
-
-
-def generate(llm, prompt, request_id="r", **params):
-    priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", None)
-    sampling = SamplingParams(**({"max_tokens": 12} | params))
-    return llm.generate(list(prompt), sampling, request_id=request_id, priority=priority, cache_salt=cache_salt)
-
-
-async def collect(stream):
-    return [output async for output in stream]
-
-
-def text_of(outputs, index=0):
-    return "".join(output.text_delta for output in outputs if output.index == index)
-
-
-def counter(llm, name, **labels):
-    return llm._metrics._recorder.counter(name, **labels).value
-
-
-def gauge(llm, name):
-    return llm._metrics._recorder.gauge(name).value
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
+from kvctl.errors import InvalidRequest
+from tests.support.async_llms import SLOW, collect, counter, gauge, generate, running, text_of, until
+from tests.support.byte_tokenizer import EOS_ID, VOCAB_SIZE
 
 
 async def test_many_requests_stream_side_by_side():
@@ -187,52 +131,16 @@ async def test_the_finished_output_is_the_last_also_where_its_child_was_the_firs
     ]
 
 
-# ---- ending early ----
+def test_a_blocked_event_loop_does_not_lose_output():
+    async def main():
+        async with running() as llm:
+            stream = generate(llm, b"abc", max_tokens=400)
+            first = await anext(stream)
+            time.sleep(0.3)
+            outputs = [first, *await collect(stream)]
+            assert sum(len(output.token_ids_delta) for output in outputs) == 400
 
-
-@pytest.mark.parametrize("how", ["close", "cancel", "break", "abort"])
-async def test_leaving_a_stream_aborts_and_frees_the_blocks(how):
-    async with running() as llm:
-        stream = generate(llm, SLOW * 10, n=2, max_tokens=400)
-        await anext(stream)
-        await until(lambda: gauge(llm, "vllm:kv_cache_usage_perc") > 0)
-        match how:
-            case "close":
-                await stream.aclose()
-            case "cancel":
-                task = asyncio.ensure_future(collect(stream))
-                await asyncio.sleep(0.05)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            case "break":
-                async for _ in stream:
-                    break
-                del stream
-            case "abort":
-                llm.abort("r")
-                outputs = await collect(stream)
-                assert outputs[-1].finished
-                assert outputs[-1].finish_reason is FinishReason.ABORT
-        await until(lambda: llm.num_unfinished == 0)
-        await until(lambda: gauge(llm, "vllm:kv_cache_usage_perc") == 0 == gauge(llm, "vllm:num_requests_running"))
-        assert counter(llm, "vllm:request_success", finished_reason="abort") == 2
-        assert text_of(await collect(generate(llm, b"next"))) == "nextnextnext"
-
-
-async def test_a_stream_that_is_never_read_costs_nothing():
-    async with running() as llm:
-        stream = generate(llm, b"abc")
-        assert llm.num_unfinished == 0
-        await stream.aclose()
-        assert counter(llm, "kvctl:requests_accepted") == 0
-
-
-async def test_aborting_what_is_not_there_does_nothing():
-    async with running() as llm:
-        llm.abort("nobody")
-        assert text_of(await collect(generate(llm, b"abc", max_tokens=3))) == "abc"
-        llm.abort("r")
+    asyncio.run(main())
 
 
 # ---- what cannot be served ----
@@ -259,16 +167,6 @@ async def test_what_no_message_can_hold_is_the_callers_fault(options):
         assert text_of(await collect(generate(llm, b"abc", max_tokens=3))) == "abc"
 
 
-async def test_a_death_with_requests_on_the_way_is_still_called_by_its_name():
-    async with running() as llm:
-        os.kill(llm.engine_pid, signal.SIGSTOP)
-        streams = [asyncio.ensure_future(collect(generate(llm, b"x" * 500, f"r{i}"))) for i in range(400)]
-        await asyncio.sleep(0.1)  # the socket is full, the rest waits on this side
-        os.kill(llm.engine_pid, signal.SIGKILL)
-        results = await asyncio.gather(*streams, return_exceptions=True)
-        assert {str(result).partition("\n")[0] for result in results} == {"the engine process was killed by SIGKILL"}
-
-
 async def test_an_id_in_use_is_refused_and_the_first_one_goes_on():
     async with running() as llm:
         stream = generate(llm, SLOW, max_tokens=5)
@@ -280,6 +178,18 @@ async def test_an_id_in_use_is_refused_and_the_first_one_goes_on():
         assert len(await collect(late)) >= 1
         assert text_of(await collect(twin)) == "abcabcabcabc"  # its id is free again
         assert (await collect(stream))[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_late_outputs_of_an_aborted_request_are_not_for_the_next_one_of_its_id():
+    async with running() as llm:
+        first = generate(llm, b"\x03first request", max_tokens=400)
+        await anext(first)
+        os.kill(llm.engine_pid, signal.SIGSTOP)  # it has not read of the abort when the id comes again
+        await first.aclose()
+        second = asyncio.ensure_future(collect(generate(llm, b"other", max_tokens=10)))
+        await asyncio.sleep(0.05)
+        os.kill(llm.engine_pid, signal.SIGCONT)
+        assert text_of(await second) == "otherother"
 
 
 async def test_what_can_never_fit_the_cache_is_refused_at_once_and_others_go_on():
@@ -301,168 +211,3 @@ async def test_a_request_the_core_trips_over_is_refused_and_others_go_on():
             await collect(generate(llm, b"abc", "bug"))
         assert (await slow)[-1].finish_reason is FinishReason.LENGTH
         assert llm.is_alive
-
-
-# ---- the end of the engine ----
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("SIGKILL", "killed by SIGKILL"),
-        ("raises", "RuntimeError: the runner was asked to fail"),
-        ("exits", "exit code 9"),
-    ],
-)
-async def test_when_the_engine_dies_every_stream_raises_and_the_owner_hears_it_once(how, words):
-    deaths = []
-    async with running(on_dead=deaths.append) as llm:
-        streams = [asyncio.ensure_future(collect(generate(llm, SLOW, f"r{i}", max_tokens=400))) for i in range(5)]
-        await until(lambda: gauge(llm, "vllm:num_requests_running") == 5)
-        match how:
-            case "SIGKILL":
-                os.kill(llm.engine_pid, signal.SIGKILL)
-            case "raises":
-                streams.append(asyncio.ensure_future(collect(generate(llm, RAISES, "bad"))))
-            case "exits":
-                streams.append(asyncio.ensure_future(collect(generate(llm, EXITS, "bad"))))
-        results = await asyncio.gather(*streams, return_exceptions=True)
-        assert {type(result) for result in results} == {EngineDead}
-        assert all(words in str(result) for result in results)
-        assert not llm.is_alive
-        assert llm.num_unfinished == 0
-        assert deaths == [results[0]]
-        with pytest.raises(EngineDead):
-            generate(llm, b"abc")
-        assert gauge(llm, "vllm:num_requests_running") == 0
-        accepted = counter(llm, "kvctl:requests_accepted")
-        assert counter(llm, "vllm:request_success", finished_reason="error") == accepted == len(streams)
-    assert len(deaths) == 1
-
-
-async def test_a_reader_gets_the_text_that_was_there_before_the_death():
-    async with running() as llm:
-        stream = generate(llm, SLOW, max_tokens=400)
-        await anext(stream)
-        await asyncio.sleep(0.1)
-        os.kill(llm.engine_pid, signal.SIGKILL)
-        await until(lambda: not llm.is_alive and llm.num_unfinished == 0)
-        assert text_of([await anext(stream)])
-        with pytest.raises(EngineDead):
-            await anext(stream)
-
-
-@pytest.mark.parametrize(
-    ("folder", "kind", "words"),
-    [
-        ("broken", ModelBroken, "model.safetensors is missing"),
-        ("bug", EngineDead, "ZeroDivisionError"),
-        ("crash", EngineDead, "exit code 7"),
-    ],
-)
-async def test_a_failed_start_raises_what_the_engine_raised(folder, kind, words):
-    deaths = []
-    with pytest.raises(kind, match=words):
-        async with running(folder=folder, on_dead=deaths.append):
-            pass
-    assert deaths == []
-    assert [child for child in psutil.Process().children() if "engine_process" in " ".join(child.cmdline())] == []
-
-
-async def test_a_start_that_is_cancelled_leaves_no_process():
-    task = asyncio.ensure_future(running(folder="slow").__aenter__())
-    await asyncio.sleep(0.5)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [child for child in psutil.Process().children() if "engine_process" in " ".join(child.cmdline())] == []
-
-
-# ---- shutdown ----
-
-
-async def test_a_shutdown_without_drain_aborts():
-    async with running() as llm:
-        stream = asyncio.ensure_future(collect(generate(llm, SLOW, max_tokens=400)))
-        await until(lambda: gauge(llm, "vllm:num_requests_running") == 1)
-        await llm.shutdown()
-        assert (await stream)[-1].finish_reason is FinishReason.ABORT
-        assert not llm.is_alive
-        with pytest.raises(EngineDead, match="shutting down"):
-            generate(llm, b"abc")
-
-
-async def test_a_drain_lets_running_requests_finish_and_takes_no_new_ones():
-    deaths = []
-    async with running(on_dead=deaths.append) as llm:
-        stream = asyncio.ensure_future(collect(generate(llm, SLOW, max_tokens=15)))
-        await until(lambda: gauge(llm, "vllm:num_requests_running") == 1)
-        closing = asyncio.ensure_future(llm.shutdown(drain_s=20))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineDead, match="shutting down"):
-            generate(llm, b"abc", "new")
-        assert (await stream)[-1].finish_reason is FinishReason.LENGTH
-        await closing
-    assert deaths == []
-
-
-async def test_a_drain_that_takes_too_long_ends_in_aborts():
-    async with running() as llm:
-        stream = asyncio.ensure_future(collect(generate(llm, SLOW, max_tokens=400)))
-        await until(lambda: gauge(llm, "vllm:num_requests_running") == 1)
-        await llm.shutdown(drain_s=0.1)
-        assert (await stream)[-1].finish_reason is FinishReason.ABORT
-
-
-async def test_a_second_shutdown_cuts_the_first_ones_drain_short():
-    async with running() as llm:
-        stream = asyncio.ensure_future(collect(generate(llm, SLOW, max_tokens=400)))
-        await until(lambda: gauge(llm, "vllm:num_requests_running") == 1)
-        first = asyncio.ensure_future(llm.shutdown(drain_s=1000))
-        await asyncio.sleep(0.05)
-        await asyncio.gather(llm.shutdown(), first)
-        assert (await stream)[-1].finish_reason is FinishReason.ABORT
-
-
-async def test_an_engine_that_hangs_is_killed_at_shutdown(monkeypatch):
-    monkeypatch.setattr("kvctl.engine.engine_client._STOP_WAIT_S", 0.2)
-    async with running() as llm:
-        os.kill(llm.engine_pid, signal.SIGSTOP)
-        await llm.shutdown()
-        assert not psutil.pid_exists(llm.engine_pid)
-
-
-async def test_a_drain_ends_when_the_engine_dies():
-    async with running() as llm:
-        stream = asyncio.ensure_future(collect(generate(llm, SLOW, max_tokens=400)))
-        await until(lambda: gauge(llm, "vllm:num_requests_running") == 1)
-        closing = asyncio.ensure_future(llm.shutdown(drain_s=1000))
-        await asyncio.sleep(0.05)
-        os.kill(llm.engine_pid, signal.SIGKILL)
-        await closing
-        with pytest.raises(EngineDead):
-            await stream
-
-
-def test_it_runs_on_uvloop_too():
-    uvloop = pytest.importorskip("uvloop")
-
-    async def main():
-        async with running() as llm:
-            assert text_of(await collect(generate(llm, b"abc"))) == "abcabcabcabc"
-            os.kill(llm.engine_pid, signal.SIGKILL)
-            await until(lambda: not llm.is_alive)
-
-    uvloop.run(main())
-
-
-def test_a_blocked_event_loop_does_not_lose_output():
-    async def main():
-        async with running() as llm:
-            stream = generate(llm, b"abc", max_tokens=400)
-            first = await anext(stream)
-            time.sleep(0.3)
-            outputs = [first, *await collect(stream)]
-            assert sum(len(output.token_ids_delta) for output in outputs) == 400
-
-    asyncio.run(main())

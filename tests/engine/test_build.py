@@ -60,7 +60,9 @@ def test_one_request_that_cannot_fit_is_told_with_needed_available_and_advice(fo
     assert "--max-model-len" in caught.value.hint
 
 
-@pytest.mark.parametrize("tiny", [tiny_models.LLAMA, tiny_models.MISTRAL, tiny_models.GEMMA3], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize(
+    "tiny", [tiny_models.LLAMA, tiny_models.MISTRAL_SLIDING, tiny_models.GEMMA3], ids=lambda tiny: tiny.name
+)
 @pytest.mark.parametrize("batched", [8, 64])
 def test_the_smallest_cache_that_starts_takes_every_request_that_max_model_len_allows(tiny, batched, tiny_folder):
     """So a request is refused for its length before its stream begins, or served: never for the cache alone."""

@@ -64,6 +64,13 @@ def test_the_cache_reads_as_zeros_and_takes_no_memory_before_it_is_written():
     assert total == 1 << 30 and grown < 64 << 20 and nonzero == 0
 
 
+@pytest.mark.parametrize("num_blocks", [1 << 40, 1 << 62])
+def test_more_than_the_system_gives_is_a_memory_error(num_blocks):
+    """The kernel's own refusal, as under a limit on address space or strict overcommit."""
+    with pytest.raises(MemoryError, match="bytes"):
+        allocate_kv_cache(group_layers([None]), num_blocks=num_blocks, **SHAPE)
+
+
 @pytest.mark.parametrize("tiny", tiny_models.ALL, ids=lambda tiny: tiny.name)
 def test_bytes_allocated_are_those_that_size_predicts_from_the_config(tiny, tiny_folder):
     _, folder = tiny_folder(tiny)

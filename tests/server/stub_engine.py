@@ -45,6 +45,7 @@ class StubEngine:
         self.delay_s = delay_s
         self.info = INFO
         self.is_alive = True
+        self.stall: str | None = None
         self.running: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, int, str | None]] = []
         self.num_delivered = 0

@@ -31,9 +31,21 @@ async def test_models_lists_all_names_with_the_model_length(client):
     assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "NotFoundError"
 
 
+async def test_health_says_503_while_the_engine_does_not_get_on(client, context):
+    assert (await client.get("/health")).json()["reason"] is None
+    context.engine.stall = "the engine has work and has not finished a step for 75 s"
+    stalled = await client.get("/health")
+    assert stalled.status_code == 503 and stalled.headers["retry-after"]
+    assert stalled.json()["status"] == "stalled" and "75 s" in stalled.json()["reason"] and stalled.json()["is_alive"]
+    assert (await client.get("/ping")).status_code == 503
+    context.engine.stall = None
+    assert (await client.get("/health")).status_code == 200
+
+
 async def test_health_says_503_when_the_engine_is_dead_and_while_draining(client, context):
     context.is_draining = True
-    assert (await client.get("/health")).status_code == 503
+    draining = await client.get("/health")
+    assert draining.status_code == 503 and draining.json()["reason"] == "the server is shutting down"
     refused = await client.post("/v1/completions", json={"prompt": "a"})
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
     context.is_draining = False

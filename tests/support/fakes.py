@@ -1,6 +1,7 @@
 """Stand-ins that need no model and no torch: an engine that echoes, a tokenizer like Llama 2's, a clock by hand."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -154,12 +155,12 @@ def build_echo_core(config: EngineConfig, clock: Clock, report: Callable[[str], 
 
 
 class PickyCore(EngineCore):
-    """Refuses the request "refused" and trips over the request "bug" while it is added."""
+    """Refuses requests whose id begins with "refused", trips over those with "bug" while they are added."""
 
     def add(self, request: Request) -> None:
-        if request.request_id == "refused":
+        if request.request_id.startswith("refused"):
             raise InvalidRequest("not this one", param="request_id")
-        if request.request_id == "bug":
+        if request.request_id.startswith("bug"):
             raise TypeError("a bug while adding")
         super().add(request)
 
@@ -170,3 +171,11 @@ def build_picky_core(
     """Like `build_echo_core`, with a `PickyCore`."""
     core, info = build_echo_core(config, clock, report)
     return PickyCore(core.scheduler, core.runner, clock), info
+
+
+def build_lingering_core(
+    config: EngineConfig, clock: Clock, report: Callable[[str], None]
+) -> tuple[EngineCore, EngineInfo]:
+    """Like `build_echo_core`, in a process that cannot end: a thread that it must wait for sleeps for a minute."""
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    return build_echo_core(config, clock, report)
