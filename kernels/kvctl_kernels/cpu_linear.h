@@ -16,7 +16,8 @@ constexpr int MAX_ROWS = VL == 16 ? 12 : VL == 8 ? 3 : 2;           // rows of x
 constexpr int TILE_ROWS = VL == 16 ? 11 : MAX_ROWS;                 // the same where more rows follow: one fewer, faster
 constexpr int64_t BYTES_PER_PIECE = 128 << 10;                      // of weights, for a task
 constexpr int64_t MOST_PIECES_PER_THREAD = 8;
-constexpr int64_t STREAM_AHEAD_WORDS = 2048;                        // how far ahead of few rows the weights are asked for
+constexpr int64_t STREAM_AHEAD_WORDS = 2048;                        // how far ahead of few rows weights leave memory
+constexpr int64_t NEAR_WORDS = 256;                                 // and of many rows the second level
 constexpr int64_t LINE_WORDS = LINE_BYTES / 4;
 
 inline int64_t panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
@@ -51,9 +52,11 @@ struct Product {
     int64_t outputs;
 };
 
-// Rows [row, row + R) against the panels [panel, panel + P). The weights `ahead` words behind those it works on are asked
-// for: all of them by a tile that STREAMS, else every second line.
-template <class E, int R, int P, bool STREAMS>
+// What a tile asks for beside its work: nothing, every second line of the weights `ahead` words on, or all of them.
+enum Asks { NOTHING, HALF, ALL };
+
+// Rows [row, row + R) against the panels [panel, panel + P).
+template <class E, int R, int P, Asks ASKS>
 static void tile(const Product<E>& in, int64_t row, int64_t panel, int64_t ahead) {
     constexpr int N = P * PER_PANEL;
     vf acc[R][N];
@@ -70,8 +73,12 @@ static void tile(const Product<E>& in, int64_t row, int64_t panel, int64_t ahead
         for (int v = 0; v < N; v++) {
             const uint32_t* from = packed + v / PER_PANEL * panel_words + k * PANEL + v % PER_PANEL * VL;
             if (v % PER_PANEL == 0) {
-                __builtin_prefetch(from + ahead, 0, IN_L2);
-                if (STREAMS) __builtin_prefetch(from + ahead + LINE_WORDS, 0, IN_L2);
+                if (ASKS != NOTHING) __builtin_prefetch(from + ahead, 0, IN_L2);
+                if (ASKS == ALL) __builtin_prefetch(from + ahead + LINE_WORDS, 0, IN_L2);
+                if (ASKS != ALL) {  // a panel is larger than the first level
+                    __builtin_prefetch(from + NEAR_WORDS);
+                    __builtin_prefetch(from + NEAR_WORDS + LINE_WORDS);
+                }
             }
             right[v] = load_as<vu>(from);
         }
@@ -103,7 +110,7 @@ static void tile(const Product<E>& in, int64_t row, int64_t panel, int64_t ahead
 // R rows are all there are: the panels [begin, end) stream from memory.
 template <class E, int R, int P>
 static void stream(const Product<E>& in, int64_t begin, int64_t end) {
-    for (; begin + P <= end; begin += P) tile<E, R, P, true>(in, 0, begin, STREAM_AHEAD_WORDS);
+    for (; begin + P <= end; begin += P) tile<E, R, P, ALL>(in, 0, begin, STREAM_AHEAD_WORDS);
     if constexpr (P > 1)
         if (begin < end) stream<E, R, 1>(in, begin, end);
 }
@@ -120,14 +127,17 @@ static void stream_rows(int rows, const Product<E>& in, int64_t begin, int64_t e
 
 template <class E, int R>
 static void tile_rows(int rows, const Product<E>& in, int64_t row, int64_t panel, int64_t ahead) {
-    if (rows == R)
-        tile<E, R, 1, false>(in, row, panel, ahead);
-    else if constexpr (R > 1)
-        tile_rows<E, R - 1>(rows, in, row, panel, ahead);
+    if (rows != R) {
+        if constexpr (R > 1) tile_rows<E, R - 1>(rows, in, row, panel, ahead);
+    } else if (ahead) {
+        tile<E, R, 1, HALF>(in, row, panel, ahead);
+    } else {
+        tile<E, R, 1, NOTHING>(in, row, panel, 0);
+    }
 }
 
-// Many rows: panel by panel, each met by all rows while it is cached. Meanwhile the next one is asked for, its even lines by
-// one tile, its odd ones by another: memory works as evenly as the arithmetic.
+// Many rows: panel by panel, each met by all rows while it is cached. The first two tiles ask for the next one, its even
+// lines one of them, its odd ones the other: so memory works while the arithmetic does.
 template <class E>
 static void sweep(const Product<E>& in, int64_t rows, int64_t begin, int64_t end) {
     // Equal tiles rather than full ones and a small rest: 13 rows are 7 + 6, not 11 + 2.
@@ -135,7 +145,8 @@ static void sweep(const Product<E>& in, int64_t rows, int64_t begin, int64_t end
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t row = rows * i / tiles, last = rows * (i + 1) / tiles;
-            tile_rows<E, TILE_ROWS>((int)(last - row), in, row, panel, in.words * PANEL + i % 2 * LINE_WORDS);
+            const int64_t ahead = i < 2 ? in.words * PANEL + i * LINE_WORDS : 0;
+            tile_rows<E, TILE_ROWS>((int)(last - row), in, row, panel, ahead);
         }
 }
 
