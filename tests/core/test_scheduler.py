@@ -1,17 +1,11 @@
 import pytest
 
 from kvctl.core.kv_cache_groups import KVCacheGroup
-from kvctl.core.request import FinishReason, Request, RequestStatus, WaitingReason
+from kvctl.core.request import FinishReason, Request, WaitingReason
 from kvctl.core.sampling_params import SamplingParams
-from kvctl.core.scheduler import Scheduler
 from kvctl.core.step import ModelRunnerOutput
 from kvctl.errors import ConfigError, InvalidRequest
-from tests.support.schedulers import make_request, make_scheduler, run_all, run_step
-
-
-def scheduled(plan) -> dict[str, int]:
-    return dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True))
-
+from tests.support.schedulers import make_request, make_scheduler, run_all, run_step, scheduled
 
 # ---- the one rule ----
 
@@ -70,155 +64,6 @@ def test_no_more_requests_run_than_may() -> None:
     assert s.waiting_reason("c") is None
 
 
-def test_the_first_that_does_not_fit_stops_the_line() -> None:
-    s = make_scheduler(num_blocks=9)  # 8 blocks of 4
-    s.add(make_request("a", 12, max_tokens=4))
-    run_step(s)
-    s.add(make_request("big", 24, max_tokens=4))
-    s.add(make_request("small", 4))
-    assert list(scheduled(run_step(s)[0])) == ["a"]
-    assert s.waiting_reason("big") is WaitingReason.KV_BLOCKS
-    assert s.waiting_reason("small") is WaitingReason.KV_BLOCKS
-    stats = s.take_stats()
-    assert stats.waiting_by_reason == {"kv_blocks": 2} and stats.num_waiting == 2
-
-
-def test_admission_reserves_the_whole_prompt_although_only_a_chunk_is_scheduled() -> None:
-    def admitted(reserve: bool) -> bool:
-        s = make_scheduler(num_blocks=9, max_num_batched_tokens=8, max_num_seqs=8, scheduler_reserve_full_isl=reserve)
-        s.add(make_request("a", 16, max_tokens=9))
-        run_step(s)
-        run_step(s)
-        s.add(make_request("b", 20, max_tokens=4))
-        return "b" in scheduled(run_step(s)[0])
-
-    assert not admitted(True)
-    assert admitted(False)
-
-
-# ---- pressure ----
-
-
-def test_the_latest_admitted_request_makes_room_and_comes_back_first() -> None:
-    s = make_scheduler(num_blocks=7)  # 6 blocks of 4
-    s.add(make_request("a", 8, max_tokens=12))
-    s.add(make_request("b", 8, max_tokens=12))
-    s.add(make_request("later", 8, max_tokens=2))
-    run_step(s)  # a and b take 4 blocks; `later` needs 2 more
-    assert [r.request_id for r in s.running] == ["a", "b", "later"]
-    plan, _ = run_step(s)  # each of a, b needs a third block
-    assert "later" not in scheduled(plan)
-    later = s.requests["later"]
-    assert later.status is RequestStatus.PREEMPTED and later.num_computed_tokens == 0 and later.num_preemptions == 1
-    assert next(iter(s.waiting)) is later
-    assert s.waiting_reason("later") is WaitingReason.PREEMPTION
-
-
-def test_a_step_that_preempted_admits_nobody() -> None:
-    s = make_scheduler(num_blocks=6, max_num_batched_tokens=32)
-    s.add(make_request("a", 8))
-    s.add(make_request("b", 8))
-    run_step(s)
-    s.add(make_request("c", 1, max_tokens=1))
-    plan, _ = run_step(s)  # a takes the last block, b preempts itself: 2 blocks are free, c would fit
-    assert list(scheduled(plan)) == ["a"] and plan.preempted_request_ids == ["b"]
-    assert s.kv_cache_manager.pool.num_free_blocks >= 1
-
-
-def test_preempted_requests_give_the_same_tokens_and_the_runner_is_told() -> None:
-    prompts = {name: [ord(name) * 7 + i for i in range(9)] for name in "abcdef"}
-
-    def generate(num_blocks: int) -> tuple[dict[str, list[int]], int]:
-        s = make_scheduler(num_blocks=num_blocks)
-        for name, tokens in prompts.items():
-            s.add(make_request(name, tokens, max_tokens=20))
-        preemptions = 0
-        known: set[str] = set()
-        generated: dict[str, list[int]] = {}
-        while s.has_work:
-            plan, outputs = run_step(s)
-            preemptions += s.take_stats().num_preemptions
-            known -= {*plan.finished_request_ids, *plan.preempted_request_ids}
-            known |= {new.request_id for new in plan.new_requests}
-            assert set(plan.request_ids) <= known
-            for output in outputs:
-                generated.setdefault(output.request_id, []).extend(output.new_token_ids)
-        return generated, preemptions
-
-    roomy, none = generate(100)
-    tight, some = generate(12)
-    assert none == 0 and some > 5
-    assert roomy == tight and all(len(tokens) == 20 for tokens in roomy.values())
-
-
-def test_priority_preempts_the_least_important_and_undoes_its_part_of_the_step() -> None:
-    s = make_scheduler(num_blocks=7, policy="priority")
-    s.add(make_request("low", 8, priority=5, max_tokens=12))
-    run_step(s)
-    s.add(make_request("high", 11, priority=0, max_tokens=12, arrival_s=1.0))
-    run_step(s)
-    assert [r.request_id for r in s.running] == ["low", "high"]
-    plans = [run_step(s)[0] for _ in range(3)]
-    preempting = next(plan for plan in plans if plan.preempted_request_ids)
-    assert preempting.preempted_request_ids == ["low"] and scheduled(preempting) == {"high": 1}
-    assert preempting.total_num_scheduled_tokens == 1
-    assert len(run_all(s)["low"]) + 3 >= 12
-
-
-def beside_a_more_important_one(low_prompt: int, num_blocks: int) -> Scheduler:
-    """`low` has computed 10 of its prompt's tokens, in chunks of 5; `high` runs behind it and needs a block next."""
-    s = make_scheduler(num_blocks, policy="priority", max_num_batched_tokens=16, long_prefill_token_threshold=5)
-    s.add(make_request("low", low_prompt, priority=5, max_tokens=4))
-    s.add(make_request("other", 1, priority=5, max_tokens=1, arrival_s=1.0))
-    assert scheduled(run_step(s)[0]) == {"low": 5, "other": 1}
-    s.add(make_request("high", 4, priority=0, max_tokens=4, arrival_s=2.0))
-    assert scheduled(run_step(s)[0]) == {"low": 5, "high": 4}
-    s.take_stats()
-    return s
-
-
-def test_a_prompt_whose_chunk_ends_one_token_early_can_be_preempted_in_that_step() -> None:
-    s = beside_a_more_important_one(low_prompt=16, num_blocks=6)
-    plan, _ = run_step(s)  # low's chunk reaches token 15 of 16: nothing is sampled for it
-    assert plan.preempted_request_ids == ["low"] and scheduled(plan) == {"high": 1}
-    assert s.requests["low"].num_in_flight == 0
-    assert {name: len(tokens) for name, tokens in run_all(s).items()} == {"high": 2, "low": 4}
-
-
-def test_prompt_tokens_are_counted_once_whether_they_come_alone_or_are_taken_back() -> None:
-    s = beside_a_more_important_one(low_prompt=11, num_blocks=5)
-    plan, _ = run_step(s)  # low's last prompt token was planned, then high needed its blocks
-    assert plan.preempted_request_ids == ["low"]
-    assert s.take_stats().num_prefill_tokens == 0
-    s = make_scheduler(max_num_batched_tokens=10, max_num_seqs=4)
-    s.add(make_request("a", 11, max_tokens=3))
-    run_all(s)
-    assert s.take_stats().num_prefill_tokens == 11
-
-
-def test_more_important_requests_are_admitted_first() -> None:
-    s = make_scheduler(max_num_seqs=1, policy="priority")
-    for name, priority in (("c", 2), ("a", 0), ("b", 1)):
-        s.add(make_request(name, 4, priority=priority, max_tokens=1))
-    assert [run_step(s)[0].request_ids[0] for _ in range(3)] == ["a", "b", "c"]
-
-
-def test_recomputed_tokens_are_not_prefix_hits() -> None:
-    s = make_scheduler(num_blocks=7)
-    s.add(make_request("a", 8, max_tokens=12))
-    s.add(make_request("b", 8, max_tokens=12))
-    totals: dict[str, int] = {"queries": 0, "hits": 0, "recomputed": 0, "preemptions": 0}
-    while s.has_work:
-        run_step(s)
-        stats = s.take_stats()
-        totals["queries"] += stats.prefix_cache_queries
-        totals["hits"] += stats.prefix_cache_hits
-        totals["recomputed"] += stats.num_recomputed_tokens
-        totals["preemptions"] += stats.num_preemptions
-    assert totals["preemptions"] > 0 and totals["recomputed"] > 0
-    assert totals["queries"] == 16 and totals["hits"] == 0
-
-
 # ---- prefix hits ----
 
 
@@ -248,6 +93,9 @@ def test_cached_tokens_are_not_scheduled_and_are_reported() -> None:
         ({"stop_token_ids": (6,)}, [5, 6], FinishReason.STOP, 6),
         ({"max_tokens": 2}, [5, 2], FinishReason.STOP, None),
         ({"max_tokens": 1}, [5], FinishReason.LENGTH, None),
+        ({"stop_token_ids": (2,)}, [5, 2], FinishReason.STOP, None),  # as end of sequence, not as a stop token
+        ({"stop_token_ids": (2,), "ignore_eos": True}, [5, 2], FinishReason.STOP, 2),
+        ({"stop_token_ids": (6,), "max_tokens": 2}, [5, 6], FinishReason.STOP, 6),
     ],
 )
 def test_a_request_ends_for_the_right_reason(params, tokens, reason, stop_reason) -> None:

@@ -49,6 +49,11 @@ def next_token(request: Request) -> int:
     return (sum(request.token_ids) * 31 + len(request.token_ids)) % 50_000
 
 
+def scheduled(plan: SchedulerOutput) -> dict[str, int]:
+    """Request id -> tokens of a plan."""
+    return dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True))
+
+
 def run_step(
     scheduler: Scheduler, token: Callable[[Request], int] = next_token
 ) -> tuple[SchedulerOutput, list[EngineOutput]]:
