@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvctl.errors import ConfigError
+from kvctl.model.config_view import ConfigView
 from kvctl.model.dtypes import element_bits, ggml_bits
 
 
@@ -54,6 +55,10 @@ _ALIASES = {
     "nf4": "bitsandbytes",
     "smoothquant": "w8a8",
     "quark": "fp8",
+    **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "ptpc_fp8", "mxfp8"), "fp8"),
+    **dict.fromkeys(("auto-round", "auto_round", "moe_wna16", "inc"), "int4"),
+    **dict.fromkeys(("experts_int8", "int8_per_channel_weight_only"), "int8"),
+    **dict.fromkeys(("nvfp4_per_token", "petit_nvfp4"), "nvfp4"),
 }
 
 
@@ -116,6 +121,21 @@ def checkpoint_format(quantization: Mapping[str, Any] | None, dtype: str) -> Wei
     if method in ("awq", "gptq"):
         return named_format(method, dtype)
     return named_format("fp8" if method in ("fp8", "modelopt", "fbgemm_fp8", "quark", "") else method, dtype)
+
+
+def quantization_config(view: ConfigView) -> Mapping[str, Any]:
+    """What the checkpoint says of its quantization, the language model's own first; {} when nothing."""
+    raw = view.fields.get("quantization_config") or view.outer.get("quantization_config")
+    return raw if isinstance(raw, Mapping) else {}
+
+
+def has_fp8_kv_scales(view: ConfigView) -> bool:
+    """Whether the checkpoint was made for an FP8 KV cache. Source: ModelOpt's and llm-compressor's fields."""
+    raw = quantization_config(view)
+    scheme = raw.get("kv_cache_scheme") or raw.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return scheme == "FP8"
 
 
 def _first_group(quantization: Mapping[str, Any]) -> Mapping[str, Any]:

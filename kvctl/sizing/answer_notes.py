@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvctl.errors import ModelNotSupported
 from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
+from kvctl.model.weight_formats import has_fp8_kv_scales
 from kvctl.model.weight_size import Parallelism, WeightSize
 from kvctl.sizing.capacity import Pool
 from kvctl.sizing.engine_rules import NEWEST_VLLM, PINNED_VLLM, EngineRules
@@ -41,8 +42,9 @@ def answer_notes(
         notes.append(pool_error.message)
     if shape.num_draft_layers:
         notes.append(f"{shape.num_draft_layers} draft (MTP) layer(s) are not loaded without speculative decoding.")
-    if asked.kv_dtype == "auto" and _has_fp8_kv_scales(shape):
-        notes.append("The checkpoint carries FP8 KV scales: newer vLLM may take fp8 for auto (--kv-cache-dtype fp8).")
+    if asked.kv_dtype == "auto" and has_fp8_kv_scales(shape.view):
+        taken = "auto is fp8 here" if rules.takes_checkpoint_kv_dtype else "vLLM from 0.14 on takes fp8 for auto"
+        notes.append(f"The checkpoint carries FP8 KV scales: {taken}.")
     own, length = shape.max_model_len, asked.max_model_len
     if own is not None and length is not None and length > own:
         notes.append(f"--max-model-len {length:,} is beyond the model's own {own:,}.")
@@ -69,9 +71,3 @@ def _about_versions(rules: EngineRules, pool: Pool | None, asked: Asked) -> list
             "--no-enable-prefix-caching here."
         )
     return notes
-
-
-def _has_fp8_kv_scales(shape: ModelShape) -> bool:
-    raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
-    scheme = raw.get("kv_cache_scheme") if isinstance(raw, dict) else None
-    return isinstance(scheme, dict) and scheme.get("num_bits") == 8

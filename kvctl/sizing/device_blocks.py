@@ -12,6 +12,7 @@ from kvctl.sizing.engine_rules import EngineRules
 _FLASH_MLA_ELEMENTS = 576  # the entry of DeepSeek's models, the only one that FlashMLA takes
 _SERVER_BLACKWELL = frozenset({"blackwell", "blackwell-ultra"})  # not the GeForce and PRO cards
 _LATENT_ALIGN = 64
+_LARGE_BLOCK = 128
 _TPU_SHARE, _TPU_LEAST, _TPU_MOST = 16, 16, 256
 
 
@@ -23,10 +24,14 @@ def default_block_tokens(
     Latents of DeepSeek's size: 64 with FlashMLA (Hopper, server Blackwell; taken where no device is named), which
     sparse attention (DSA) always uses; other devices keep the engine's own. TPUs: a sixteenth of the length, as a power
     of two from 16 to 256 (vLLM's PallasAttentionBackend; a log estimates 5,632 tokens where blocks of 16 give 5,808).
+    CPUs and Gaudi: 128 (the scrape of a vLLM on a CPU in tests/data/top).
     """
-    if rules.name == "vllm" and hardware is not None and hardware.vendor == "google":
+    vendor = hardware.vendor if hardware is not None and rules.name == "vllm" else ""
+    if vendor == "google":
         power = 1 << (max_model_len - 1).bit_length()
         return min(_TPU_MOST, max(_TPU_LEAST, power // _TPU_SHARE))
+    if vendor in ("cpu", "intel") and not rules.is_v0:
+        return _LARGE_BLOCK
     latent = next((layer for layer in shape.layers if layer.kind is LayerKind.MLA), None)
     if latent is None or latent.key_dim != _FLASH_MLA_ELEMENTS:
         return rules.block_size

@@ -35,6 +35,7 @@ class EngineRules:
     fit_counts_groups: bool  # the fit check counts whole blocks of padded groups, not the pages of each layer
     fit_counts_all_stages: bool  # under PP, the fit check sets all layers against one stage's memory
     steps_in_flight: int  # steps whose tokens a window must hold beside itself
+    takes_checkpoint_kv_dtype: bool  # 'auto' is FP8 where the checkpoint carries scales for it
     recurrent_blocks: int  # blocks of a recurrent group for one request, when the user does not say
     estimates_graphs: bool  # CUDA graphs are part of the budget
     sorts_logits: bool  # sampling sorts the whole vocabulary, which takes twice the memory
@@ -98,6 +99,7 @@ def _vllm_rules(given: Version) -> EngineRules:
         fit_counts_groups=version >= (0, 14),  # #29431
         fit_counts_all_stages=(0, 14) <= version < (0, 16),  # came with #29431, mended by #33698; issue 34076
         steps_in_flight=2 if version >= (0, 26) else 1,  # #47728: with async scheduling a second step is under way
+        takes_checkpoint_kv_dtype=version >= (0, 14),  # #29980
         recurrent_blocks=2 if version >= (0, 21) else 1,  # see mamba_blocks_per_request
         estimates_graphs=version >= (0, 21),
         sorts_logits=version < (0, 16),
@@ -137,6 +139,7 @@ def _other_rules(name: EngineName, given: Version) -> EngineRules:
         fit_counts_groups=True,
         fit_counts_all_stages=False,
         steps_in_flight=1,
+        takes_checkpoint_kv_dtype=False,
         recurrent_blocks=2,
         estimates_graphs=is_kvctl,
         sorts_logits=False,

@@ -20,7 +20,13 @@ from kvctl.model.kv_cache_spec import (
 )
 from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
-from kvctl.model.weight_formats import WeightFormat, checkpoint_format, named_format, unquantized
+from kvctl.model.weight_formats import (
+    WeightFormat,
+    checkpoint_format,
+    has_fp8_kv_scales,
+    named_format,
+    quantization_config,
+)
 from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
 from kvctl.sizing.answer_notes import Asked, answer_notes
 from kvctl.sizing.blocks import longest
@@ -140,7 +146,7 @@ def size_up(request: SizeRequest) -> SizeAnswer:
         request.prefix_caching,
         request.context_parallel,
     )
-    kv_dtype = _resolve_kv_dtype(request, shape)
+    kv_dtype = _resolve_kv_dtype(request, rules, shape)
     all_specs = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, request.parallel.tensor))
     whole = kv_cache_specs(shape, _options(request, rules, shape, dtype, kv_dtype, 1))
     specs = _stage(all_specs, shape.num_layers, request.parallel.pipeline)
@@ -244,10 +250,14 @@ def _resolve_dtype(request: SizeRequest, rules: EngineRules) -> str:
     return own
 
 
-def _resolve_kv_dtype(request: SizeRequest, shape: ModelShape) -> str:
-    if request.kv_dtype != "auto" or not any(x.compress_ratio for x in shape.layers):
+def _resolve_kv_dtype(request: SizeRequest, rules: EngineRules, shape: ModelShape) -> str:
+    """'auto' is FP8 for DeepSeek V4, and in newer vLLM where the checkpoint carries scales for it; else stays."""
+    if request.kv_dtype != "auto":
         return request.kv_dtype
-    return "fp8"  # DeepSeek V4 keeps FP8 entries in every engine
+    wants_fp8 = any(x.compress_ratio for x in shape.layers) or (
+        rules.takes_checkpoint_kv_dtype and has_fp8_kv_scales(shape.view)
+    )
+    return "fp8" if wants_fp8 else "auto"
 
 
 def _options(
@@ -291,8 +301,7 @@ def _weights(request: SizeRequest, rules: EngineRules, dtype: str) -> WeightSize
     if request.quantization is not None:
         fmt = named_format(request.quantization, dtype)
     else:
-        raw = shape.view.fields.get("quantization_config") or shape.view.outer.get("quantization_config")
-        fmt = checkpoint_format(raw, dtype) if isinstance(raw, dict) else unquantized(dtype)
+        fmt = checkpoint_format(quantization_config(shape.view), dtype)
     files = request.model.files
     if files is not None and files.is_gguf and rules.name == "kvctl" and files.num_parameters:
         unpacked = files.num_parameters * element_bytes(dtype)

@@ -198,3 +198,28 @@ def test_glm_5_2_has_an_index_in_21_of_its_78_layers() -> None:
     """54,728 bytes per token were measured with the draft layer: 79 x 656 + 22 x 132."""
     answer = ask("zai-org/GLM-5.2-FP8", "0.24", kv_dtype="fp8", parallel=Parallelism(8))
     assert answer.bytes_per_token_per_gpu == 78 * 656 + 21 * 132 == 54_728 - 656 - 132
+
+
+def test_auto_is_fp8_since_0_14_where_the_checkpoint_carries_scales() -> None:
+    """#29980: the kv_cache_scheme of a ModelOpt checkpoint; an explicit format wins."""
+    name = "nvidia/Gemma-4-31B-IT-NVFP4"
+    old, new = ask(name, "0.13.0"), ask(name, "0.14.0")
+    assert old.bytes_per_token == 2 * new.bytes_per_token
+    assert ask(name, "0.14.0", kv_dtype="bfloat16").bytes_per_token == old.bytes_per_token
+    assert any("auto is fp8 here" in note for note in new.notes)
+    assert any("from 0.14 on" in note for note in old.notes)
+    plain = "nvidia/Qwen3.6-35B-A3B-NVFP4"
+    assert ask(plain, "0.13.0").bytes_per_token == ask(plain, "0.24").bytes_per_token
+
+
+def test_a_vllm_on_a_cpu_has_blocks_of_128_tokens() -> None:
+    """A scrape of one: 2 GiB of KV memory, 728 blocks, 93,184 tokens, 45.5 requests of 2,048 tokens."""
+    answer = ask(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "0.28",
+        hardware=find_hardware("cpu"),
+        kv_bytes=2 * GIB,
+        max_model_len=2048,
+    )
+    assert block_tokens(answer) == 128
+    assert (held(answer).num_blocks, held(answer).kv_tokens, held(answer).max_concurrency) == (728, 93_184, 45.5)
