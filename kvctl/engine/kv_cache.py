@@ -6,7 +6,7 @@ group's block table. Invariants: block 0 is the null block and reads as zeros un
 touched only when a block is first written, so that a large cache costs nothing at start. Floor 2.
 """
 
-import mmap
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvctl.core.kv_cache_groups import KVCacheGroup
 from kvctl.engine.ops import KVScales
+from kvctl_kernels.cpu_memory import zero_pages
 
 
 class LayerKV(NamedTuple):
@@ -38,16 +39,10 @@ class KVCache:
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    count = torch.Size(shape).numel() * dtype.itemsize
+    count = math.prod(shape) * dtype.itemsize
     if device.type != "cpu":
         return torch.zeros(count, dtype=torch.uint8, device=device).view(dtype).view(shape)
-    # Pages straight from the kernel are zeros without being written, and cost nothing until they are. torch.zeros
-    # writes them all; calloc does when it hands out memory that was used before.
-    try:
-        pages = mmap.mmap(-1, count)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"{count} bytes: {error}") from error
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+    return zero_pages(count).view(dtype).view(shape)
 
 
 def allocate_kv_cache(
