@@ -226,7 +226,7 @@ SchedulerReserveFullIsl = Annotated[bool, _option(SCHEDULER, "Admit a request on
 Watermark = Annotated[float, _option(SCHEDULER, "Share of the KV blocks kept free when admitting.", metavar="SHARE")]
 PerformanceMode = Annotated[
     ModeName,
-    _option(SCHEDULER, "balanced, throughput (doubles default tokens and requests) or interactivity.", metavar="MODE"),
+    _option(SCHEDULER, "balanced, throughput (doubles default tokens and requests), interactivity (short steps on a CPU).", metavar="MODE"),
 ]
 AsyncScheduling = Annotated[bool, _option(SCHEDULER, "Plan the next step while one runs.")]
 

@@ -1,8 +1,10 @@
 """From what was asked for and what the model says to the engine's configuration, with vLLM's defaults.
 
 Knows no HTTP. Imports no torch: whether there is a GPU, and how large, is asked of the driver. Floor 3.
-Source of the defaults: serving_conventions.md section 3 (vLLM 0.33): CPU 2,048 tokens and 128 requests; GPUs of
-160 GiB or more 16,384 and 1,024, of 70 GiB or more 8,192 and 1,024 (256 on A100), others 2,048 and 256.
+Source of the defaults: serving_conventions.md section 3 (vLLM 0.33): GPUs of 160 GiB or more 16,384 tokens and 1,024
+requests, of 70 GiB or more 8,192 and 1,024 (256 on A100), others 2,048 and 256; CPU 2,048 and 128. Different here: a step
+on a CPU takes 512 tokens. Its arithmetic is full from some 64 rows on (scripts/bench_cpu_kernels.py), so a larger step
+yields no more tokens per second; it only lets running streams, and prompts in the queue, wait for all of it.
 """
 
 import json
@@ -23,6 +25,7 @@ from kvctl.units import GIB, MIB
 
 _NVIDIA_DEVICE: Final = Path("/dev/nvidiactl")
 _DRIVER_TIMEOUT_S: Final = 5.0
+CPU_BATCHED_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def _torch_is_cpu_only() -> bool:
 def default_limits(gpu: Gpu | None) -> tuple[int, int]:
     """Return (max_num_batched_tokens, max_num_seqs) for a device."""
     if gpu is None:
-        return 2048, 128
+        return CPU_BATCHED_TOKENS, 128
     if gpu.memory_bytes >= 70 * GIB:
         batched = 16_384 if gpu.memory_bytes >= 160 * GIB else 8192
         return batched, 256 if "a100" in gpu.name.lower() else 1024
@@ -75,6 +78,8 @@ def build_scheduler_config(asked: SchedulerOptions, max_model_len: int, gpu: Gpu
     batched_default, seqs_default = default_limits(gpu)
     if asked.performance_mode == "throughput":
         batched_default, seqs_default = 2 * batched_default, 2 * seqs_default
+    elif asked.performance_mode == "interactivity" and gpu is None:
+        batched_default //= 2
     if not asked.enable_chunked_prefill:
         batched_default = max(batched_default, max_model_len)
     seqs, batched = asked.max_num_seqs, asked.max_num_batched_tokens

@@ -29,13 +29,21 @@ B200 = Gpu("NVIDIA B200", 178 * GIB)
 
 @pytest.mark.parametrize(
     ("gpu", "batched", "seqs"),
-    [(None, 2048, 128), (L4, 2048, 256), (A100, 8192, 256), (H200, 8192, 1024), (B200, 16384, 1024)],
+    [(L4, 2048, 256), (A100, 8192, 256), (H200, 8192, 1024), (B200, 16384, 1024)],
 )
 def test_default_limits_are_vllms(gpu, batched, seqs):
     config = build_scheduler_config(SchedulerOptions(), 100_000, gpu)
     assert (config.max_num_batched_tokens, config.max_num_seqs) == (batched, seqs)
     doubled = build_scheduler_config(SchedulerOptions(performance_mode="throughput"), 100_000, gpu)
     assert (doubled.max_num_batched_tokens, doubled.max_num_seqs) == (2 * batched, 2 * seqs)
+
+
+@pytest.mark.parametrize(
+    ("mode", "batched", "seqs"), [("balanced", 512, 128), ("throughput", 1024, 256), ("interactivity", 256, 128)]
+)
+def test_steps_on_a_cpu_are_small(mode, batched, seqs):
+    config = build_scheduler_config(SchedulerOptions(performance_mode=mode), 100_000, None)
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (batched, seqs)
 
 
 def test_defaults_are_clipped_to_what_can_be_of_use():
