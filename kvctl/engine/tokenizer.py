@@ -8,7 +8,7 @@ Whatever a caller's text does to it is an InvalidRequest. Floor 2, imports no to
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tokenizers
 
@@ -87,8 +87,7 @@ class Tokenizer:
         self.eos_token = _content(config.get("eos_token"))
         self.bos_token_id = backend.token_to_id(self.bos_token) if self.bos_token else None
         self.eos_token_id = backend.token_to_id(self.eos_token) if self.eos_token else None
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self._special_tokens = {
+        self.special_tokens = {
             name: text for name, token in config.items() if name.endswith("_token") and (text := _content(token))
         }
         self._forced_bos = self._decide_bos(config.get("add_bos_token"))
@@ -157,23 +156,6 @@ class Tokenizer:
             return " " + text
         return text
 
-    def truncate(self, token_ids: list[int], limit: int, *, side: Literal["left", "right"] = "left") -> list[int]:
-        """Keep at most `limit` tokens: the last ones (side left is cut), or the first ones.
-
-        Raises:
-            InvalidRequest: a limit under 1.
-        """
-        if limit < 1:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be at least 1, got {limit}", param="truncate_prompt_tokens"
-            )
-        return token_ids[-limit:] if side == "left" else token_ids[:limit]
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Ids of the added tokens that are marked special."""
-        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
-
     # ---- chat ----
 
     def apply_chat_template(
@@ -185,9 +167,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation as the prompt text; encode it with `add_special_tokens=False`.
+
+        `variables` reach the template beside the special tokens (`bos_token` and so on).
 
         Raises:
             InvalidRequest: no template, or the template refuses these messages.
@@ -204,7 +188,7 @@ class Tokenizer:
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables=self._special_tokens | dict(template_kwargs or {}),
+            variables=self.special_tokens | dict(variables or {}),
         )
 
     # ---- internals ----

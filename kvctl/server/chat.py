@@ -5,7 +5,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvctl.server.body import read_json
 from kvctl.server.chunks import ChatChunks, PromptText, ResponseMeta
 from kvctl.server.collect import CollectedChoice, CollectedPrompt
 from kvctl.server.context import ServingContext
@@ -20,7 +19,7 @@ from kvctl.server.generation import (
     total_usage,
 )
 from kvctl.server.logprobs import LogprobFormatter, shape_prompt_logprobs
-from kvctl.server.prompts import check_conversation, check_fits, encode, plain_messages, render_chat, truncate
+from kvctl.server.prompts import check_conversation, check_fits, encode, plain_messages, template_arguments, truncate
 from kvctl.server.protocol import ChatCompletionRequest, ChatFields
 from kvctl.server.sampling import requested_max_tokens, wants_logprobs
 
@@ -33,12 +32,16 @@ async def encode_chat(context: ServingContext, body: ChatFields) -> list[int]:
     """
     max_model_len = context.limits.max_model_len
     check_conversation(body.messages, max_model_len=max_model_len)
-    text = render_chat(
-        context.tokenizer,
+    arguments = template_arguments(
         body,
         trust_template=context.options.trust_request_chat_template,
         default_kwargs=context.options.default_chat_template_kwargs,
     )
+    if body.chat_template is None:
+        text = context.tokenizer.apply_chat_template(**arguments)
+    else:
+        arguments["variables"] = context.tokenizer.special_tokens | arguments["variables"]
+        text = await context.template_process.render(body.chat_template, arguments)
     return await encode(
         context.tokenizer,
         text,
@@ -57,9 +60,8 @@ def _role_and_echo(context: ServingContext, body: ChatCompletionRequest) -> tupl
     return role, echo
 
 
-async def create_chat_completion(context: ServingContext, http: Request) -> Response:
+async def create_chat_completion(context: ServingContext, http: Request, body: ChatCompletionRequest) -> Response:
     """Serve one chat completions request."""
-    body = await read_json(http, ChatCompletionRequest)
     meta = begin(context, body, http, "chatcmpl")
     max_tokens = requested_max_tokens(body, context.limits) or 0
     max_model_len = context.limits.max_model_len

@@ -19,6 +19,7 @@ from kvctl.server.exchange import Closing
 from kvctl.server.logprobs import TokenTexts
 from kvctl.server.options import ApiOptions
 from kvctl.server.sampling_defaults import SamplingDefaults, SamplingLimits
+from kvctl.server.template_process import TemplateProcess
 
 
 class Engine(Protocol):
@@ -107,6 +108,7 @@ class ServingContext:
     admission: Admission
     closing: Closing
     options: ApiOptions = field(default_factory=ApiOptions)
+    template_process: TemplateProcess = field(default_factory=TemplateProcess)
     request_numbers: Iterator[int] = field(default_factory=itertools.count)
     is_draining: bool = False  # set on SIGTERM: running requests may end, new ones get 503
     texts: TokenTexts = field(init=False)

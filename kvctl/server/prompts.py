@@ -15,7 +15,10 @@ from kvctl.server.protocol import ChatFields, ChatMessage, GenerationRequest
 
 INLINE_CHARS: Final = 2_000  # about a millisecond of tokenizing; a thread costs a tenth of one
 MAX_CHARS_PER_TOKEN: Final = 256  # no token of a usual vocabulary is longer
-_RESERVED_TEMPLATE_KWARGS: Final = ("messages", "tools", "documents", "chat_template", "tokenize")
+_RESERVED_TEMPLATE_KWARGS: Final = (
+    *("messages", "tools", "documents", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message"),
+)
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_model_len: int) -> list[int]:
@@ -138,17 +141,13 @@ def check_conversation(messages: list[ChatMessage], *, max_model_len: int) -> No
         )
 
 
-def render_chat(
-    tokenizer: Tokenizer,
-    request: ChatFields,
-    *,
-    trust_template: bool,
-    default_kwargs: Mapping[str, Any],
-) -> str:
-    """Render the conversation through the chat template.
+def template_arguments(
+    request: ChatFields, *, trust_template: bool, default_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `Tokenizer.apply_chat_template` and `ChatTemplate.render` for a conversation.
 
     Raises:
-        InvalidRequest: contradicting options, an untrusted template, or messages the template refuses.
+        InvalidRequest: contradicting options, or an untrusted template.
     """
     add_generation_prompt = request.add_generation_prompt
     if request.continue_final_message:
@@ -170,12 +169,11 @@ def render_chat(
     reasoning_effort = getattr(request, "reasoning_effort", None)
     if reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", reasoning_effort)
-    return tokenizer.apply_chat_template(
-        plain_messages(request.messages),
-        tools=request.tools or None,
-        documents=request.documents or None,
-        add_generation_prompt=True if add_generation_prompt is None else add_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-        chat_template=request.chat_template,
-        template_kwargs=kwargs,
-    )
+    return {
+        "messages": plain_messages(request.messages),
+        "tools": request.tools or None,
+        "documents": request.documents or None,
+        "add_generation_prompt": True if add_generation_prompt is None else add_generation_prompt,
+        "continue_final_message": bool(request.continue_final_message),
+        "variables": kwargs,
+    }

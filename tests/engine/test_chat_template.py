@@ -1,8 +1,9 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from kvctl.engine import template_sandbox
 from kvctl.engine.chat_template import ChatTemplate
-from kvctl.errors import InvalidRequest
+from kvctl.errors import InvalidRequest, ModelBroken
 from tests.support import byte_tokenizer
 
 CHATML = (
@@ -139,6 +140,62 @@ def test_a_template_that_breaks_out_or_breaks_is_refused(source):
     with pytest.raises(InvalidRequest):
         print(repr(ChatTemplate({"default": source}).render(messages)))
     assert messages == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call f() %}" * 60 + "{% endcall %}" * 60,
+        "{% for x in [[[]] * 9] * 9 recursive %}{{ loop([x] * 9) }}{% endfor %}",
+    ],
+    ids=["loops", "conditions", "macros", "calls", "recursive"],
+)
+def test_a_template_without_an_end_is_stopped(source, monkeypatch):
+    monkeypatch.setattr(template_sandbox.WorkLimit.start, "__defaults__", (0.05,))
+    with pytest.raises(InvalidRequest):
+        ChatTemplate({"default": source}).render([HI])
+
+
+def test_the_limit_is_one_rendering_s_not_the_templates(monkeypatch):
+    monkeypatch.setattr(template_sandbox.WorkLimit.start, "__defaults__", (0.2,))
+    template = ChatTemplate({"default": "{% for message in messages %}{{ message.content }}{% endfor %}"})
+    for _ in range(60):
+        assert template.render([HI] * 5000).startswith("Hi")
+
+
+def test_loops_keep_their_properties():
+    source = "{% for m in messages if m.n != 2 %}{{ loop.index }}{{ m.n }}{% if loop.last %}.{% endif %}"
+    source += "{% else %}-{% endfor %}"
+    template = ChatTemplate(
+        {"default": source + "{% for m in messages %}{{ loop.length }}{{ loop.revindex }}{% endfor %}"}
+    )
+    assert template.render([{"n": i} for i in range(4)]) == "102133.44434241"
+    assert template.render([]) == "-"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "".join(f"{{% for a{i} in [1] %}}" for i in range(30)) + "{% endfor %}" * 30,
+        "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+        "{% if 1 %}" * 150 + "{% endif %}" * 150,
+        None,
+    ],
+    ids=["loops", "brackets", "ifs", "nothing"],
+)
+def test_a_template_that_python_cannot_compile_is_refused(source, tmp_path):
+    with pytest.raises(InvalidRequest, match="cannot be compiled") as caught:
+        ChatTemplate({"default": source})
+    assert caught.value.param == "chat_template"
+    with pytest.raises(ModelBroken, match="cannot be compiled"):
+        ChatTemplate.load(tmp_path, {"chat_template": [{"name": "default", "template": source}]})
+
+
+def test_compiling_computes_no_constants():
+    ChatTemplate({"default": "{{ 9 ** (9 ** 10) }}{{ 'a' * 10 ** 15 }}"})
 
 
 def test_a_template_for_tools_is_used_where_there_are_tools():

@@ -62,7 +62,7 @@ def test_the_demo_models_ids_are_those_of_transformers(demo, text):
         assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(
             ids, skip_special_tokens=special, clean_up_tokenization_spaces=False
         )
-    assert ours.vocab_size == len(theirs)
+    assert ours.backend.get_vocab_size() == len(theirs)
     assert ours.eos_token_id == theirs.eos_token_id
 
 
@@ -113,8 +113,8 @@ def test_tokens_that_only_the_configuration_knows_are_added(tmp_path):
     config = {"added_tokens_decoder": {str(byte_tokenizer.VOCAB_SIZE): entry, "9999": entry | {"content": "<far>"}}}
     tokenizer = Tokenizer.load(write(tmp_path, byte_tokenizer.build_backend(), **config))
     assert tokenizer.encode("<extra>") == [byte_tokenizer.VOCAB_SIZE]
-    assert tokenizer.vocab_size == byte_tokenizer.VOCAB_SIZE + 1
-    assert byte_tokenizer.VOCAB_SIZE in tokenizer.special_token_ids
+    assert tokenizer.backend.get_vocab_size() == byte_tokenizer.VOCAB_SIZE + 1
+    assert tokenizer.backend.get_added_tokens_decoder()[byte_tokenizer.VOCAB_SIZE].special
 
 
 def test_a_tokens_own_text_keeps_its_leading_space(tmp_path):
@@ -132,14 +132,6 @@ def test_added_tokens_that_are_not_special_are_text(tmp_path):
     tokenizer = Tokenizer.load(write(tmp_path, backend))
     assert tokenizer.decode([259], skip_special_tokens=True) == "<tool>"
     assert tokenizer.decode([257], skip_special_tokens=True) == ""
-
-
-def test_truncation_keeps_the_side_that_was_asked_for(tokenizer):
-    assert tokenizer.truncate([1, 2, 3, 4], 2) == [3, 4]
-    assert tokenizer.truncate([1, 2, 3, 4], 2, side="right") == [1, 2]
-    assert tokenizer.truncate([1, 2], 5) == [1, 2]
-    with pytest.raises(InvalidRequest):
-        tokenizer.truncate([1, 2], 0)
 
 
 @pytest.mark.parametrize(
@@ -181,5 +173,5 @@ def test_special_tokens_are_variables_of_the_template(folder):
     tokenizer = Tokenizer.load(
         folder, chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ extra }}"
     )
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], template_kwargs={"extra": 7})
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], variables={"extra": 7})
     assert text == "<s>hi</s>7"

@@ -1,5 +1,9 @@
+import asyncio
+import re
+
 import pytest
 
+from kvctl.server import template_process
 from tests.server.conftest import MODEL, connect
 from tests.server.test_completions import stream
 
@@ -94,6 +98,37 @@ async def test_a_template_of_the_request_needs_the_operators_trust(client, make_
     async with connect(context) as trusting:
         await chat(trusting, **body)
     assert prompt_of(context) == "hi!?"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", "too much time or memory|MemoryError"),
+        ("{% set x = namespace(s='a') %}{% for i in range(50) %}{% set x.s = x.s + x.s %}{% endfor %}", "MemoryError"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too much time"),
+        ("{{ 9 ** (9 ** 9) }}", "too much time"),
+        ("{{ raise_exception('not these') }}", "not these"),
+        ("{% if %}", "not valid Jinja"),
+    ],
+    ids=["one-large-text", "doubling", "loops", "power", "refusal", "no-jinja"],
+)
+async def test_a_hostile_template_of_a_request_harms_nobody(make_context, monkeypatch, template, words):
+    monkeypatch.setattr(template_process, "LIMIT_S", 2.0)
+    context = make_context(trust_request_chat_template=True)
+    async with connect(context) as client:
+        hostile = asyncio.create_task(client.post(PATH, json={"messages": HI, "chat_template": template}))
+        for _ in range(5):  # others are served meanwhile
+            await chat(client, messages=HI, max_tokens=1)
+        refused = await hostile
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template"
+    assert re.search(words, refused.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message", "tokenize"])
+async def test_template_kwargs_may_not_replace_what_has_a_field_of_its_own(client, name):
+    refused = await client.post(PATH, json={"messages": HI, "chat_template_kwargs": {name: False}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
+    assert name in refused.json()["error"]["message"]
 
 
 async def test_tools_are_shown_to_the_model_with_tool_choice_none(client):
