@@ -94,6 +94,17 @@ class LogLevelName(StrEnum):
     DEBUG = "debug"
 
 
+class ServerLogLevelName(StrEnum):
+    """The HTTP server's least severity."""
+
+    CRITICAL = "critical"
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+    DEBUG = "debug"
+    TRACE = "trace"
+
+
 def parse_length(text: str) -> int:
     """Read '32k', '8192' or 'auto' (-1).
 
@@ -115,6 +126,18 @@ def parse_positive(text: str) -> int:
     if count < 1:
         raise ConfigError(f"{text!r} is under 1", hint="Give a whole number of 1 or more.")
     return count
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes of 1 or more.
+
+    Raises:
+        ConfigError: something else.
+    """
+    size_bytes = parse_bytes(text)
+    if size_bytes < 1:
+        raise ConfigError(f"{text!r} is under a byte", hint="Write it like 32MiB.")
+    return size_bytes
 
 
 def parse_timeout(text: str | float) -> float:
@@ -226,7 +249,11 @@ SchedulerReserveFullIsl = Annotated[bool, _option(SCHEDULER, "Admit a request on
 Watermark = Annotated[float, _option(SCHEDULER, "Share of the KV blocks kept free when admitting.", metavar="SHARE")]
 PerformanceMode = Annotated[
     ModeName,
-    _option(SCHEDULER, "balanced, throughput (doubles default tokens and requests), interactivity (short steps on a CPU).", metavar="MODE"),
+    _option(
+        SCHEDULER,
+        "balanced, throughput (doubles default tokens and requests), interactivity (short steps on a CPU).",
+        metavar="MODE",
+    ),
 ]
 AsyncScheduling = Annotated[bool, _option(SCHEDULER, "Plan the next step while one runs.")]
 
@@ -258,6 +285,10 @@ SslCaCerts = Annotated[
 SslCertReqs = Annotated[int, _option(API, "2: ask clients for a certificate.", metavar="0|1|2", min=0, max=2)]
 MaxNumQueuedReqs = Annotated[
     int | None, _size(API, "Most requests in flight; beyond it 503 with Retry-After.", parse_positive, "REQUESTS")
+]
+MaxBodySize = Annotated[
+    int | None,
+    _size(API, "Largest body of a request; 8MiB. Larger ones hold up others while they are read.", parse_size, "SIZE"),
 ]
 ResponseRole = Annotated[str, _option(API, "Role of chat answers.", metavar="ROLE")]
 TrustRequestChatTemplate = Annotated[bool, _option(API, "Allow chat templates in requests.")]
@@ -294,7 +325,7 @@ EnforceEager = Annotated[bool, _option(DEVICE, "On CUDA: no captured graphs.")]
 
 # ---- Observability ----
 LogLevel = Annotated[LogLevelName, _option(OBSERVABILITY, "Of this server's log.", metavar="LEVEL")]
-UvicornLogLevel = Annotated[str, _option(OBSERVABILITY, "Of the HTTP server's log.", metavar="LEVEL")]
+UvicornLogLevel = Annotated[ServerLogLevelName, _option(OBSERVABILITY, "Of the HTTP server's log.", metavar="LEVEL")]
 DisableUvicornAccessLog = Annotated[
     bool, _option(OBSERVABILITY, "No line per HTTP request.", "--disable-uvicorn-access-log", "--disable-access-log")
 ]

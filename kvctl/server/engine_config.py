@@ -2,12 +2,13 @@
 
 Knows no HTTP. Imports no torch: whether there is a GPU, and how large, is asked of the driver. Floor 3.
 Source of the defaults: serving_conventions.md section 3 (vLLM 0.33): GPUs of 160 GiB or more 16,384 tokens and 1,024
-requests, of 70 GiB or more 8,192 and 1,024 (256 on A100), others 2,048 and 256; CPU 2,048 and 128. Different here: a step
-on a CPU takes 512 tokens. Its arithmetic is full from some 64 rows on (scripts/bench_cpu_kernels.py), so a larger step
-yields no more tokens per second; it only lets running streams, and prompts in the queue, wait for all of it.
+requests, of 70 GiB or more 8,192 and 1,024 (256 on A100), others 2,048 and 256; CPU 2,048 and 128. Different here: a
+step on a CPU takes 512 tokens. Its arithmetic is full from some 64 rows on (scripts/bench_cpu_kernels.py), so a larger
+step yields no more tokens per second; it only lets running streams, and prompts in the queue, wait for all of it.
 """
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Gpu:
 
 def find_gpu(device: DeviceConfig) -> Gpu | None:
     """Return the GPU the engine will use; None where it will use the CPU."""
-    if device.device == "cpu" or not _NVIDIA_DEVICE.exists() or _torch_is_cpu_only():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if device.device == "cpu" or is_hidden or not _NVIDIA_DEVICE.exists() or _torch_is_cpu_only():
         return None
     program = shutil.which("nvidia-smi")
     if program is None:
