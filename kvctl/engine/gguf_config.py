@@ -115,6 +115,11 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     head_dim = facts.whole("attention.key_length", facts.get("rope.dimension_count") or hidden_size // num_heads)
     if facts.get("attention.value_length", head_dim) != head_dim:
         raise ModelNotSupported(f"{file.path}: keys and values of different length", hint="Use another model.")
+    num_rotated = facts.whole("rope.dimension_count", head_dim)
+    if num_rotated != head_dim:
+        raise ModelNotSupported(
+            f"{file.path}: rotary embeddings of {num_rotated} of {head_dim} dimensions", hint="Use another model."
+        )
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,
@@ -141,7 +146,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     if scaling is not None:
         config["rope_scaling"] = scaling
     if architecture == "gemma3":
-        _add_gemma3(config, facts)
+        _add_gemma3(file, config, facts)
     elif architecture == "mistral" or (architecture == "llama" and facts.get("attention.sliding_window")):
         config["architectures"], config["model_type"] = ["MistralForCausalLM"], "mistral"
         config["sliding_window"] = facts.get("attention.sliding_window") or None
@@ -227,7 +232,7 @@ def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _add_gemma3(config: dict[str, Any], facts: _Facts) -> None:
+def _add_gemma3(file: GgufFile, config: dict[str, Any], facts: _Facts) -> None:
     num_layers = config["num_hidden_layers"]
     pattern = facts.get("attention.sliding_window_pattern", _GEMMA3_LAYERS_PER_FULL)
     if isinstance(pattern, list) and len(pattern) == num_layers:  # one flag for each layer
@@ -235,7 +240,10 @@ def _add_gemma3(config: dict[str, Any], facts: _Facts) -> None:
     elif isinstance(pattern, int) and pattern > 0:
         kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(num_layers)]
     else:
-        raise ModelBroken(f"attention.sliding_window_pattern is {_short(pattern)} with {num_layers} layers")
+        raise ModelBroken(
+            f"{file.path}: attention.sliding_window_pattern is {_short(pattern)} with {num_layers} layers",
+            hint="Fetch the file again, or convert the model again.",
+        )
     del config["hidden_act"]
     config |= {
         "hidden_activation": "gelu_pytorch_tanh",

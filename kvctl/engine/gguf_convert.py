@@ -8,6 +8,7 @@ Source of the output format: the safetensors specification (8 bytes of length, a
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ from kvctl.engine.gguf_config import TensorPlan, build_config, plan_tensors
 from kvctl.engine.gguf_file import GgufFile, GgufTensor
 from kvctl.engine.gguf_tokenizer import write_tokenizer
 from kvctl.engine.progress import Report, silent
-from kvctl.errors import ModelBroken, ModelNotSupported
+from kvctl.errors import KvctlError, ModelBroken, ModelNotSupported
 
 CONVERTER_VERSION: Final = 1  # raise it when the same file gives another folder: cached folders are built again
 _VALUES_PER_PIECE: Final = 1 << 22  # 16 MiB as float32
@@ -34,7 +35,7 @@ def convert_gguf(gguf_path: Path, folder: Path, report: Report = silent) -> None
         ModelNotSupported: an architecture, tokenizer or quantisation that kvctl cannot serve.
         OSError: the folder cannot be written to; what was written is left for the caller to remove.
     """
-    with GgufFile(gguf_path) as file:
+    with _told_as_broken(gguf_path), GgufFile(gguf_path) as file:
         config = build_config(file)
         num_tokens = len(file.metadata.get("tokenizer.ggml.tokens") or ())
         if num_tokens > config["vocab_size"]:
@@ -52,9 +53,23 @@ def convert_gguf(gguf_path: Path, folder: Path, report: Report = silent) -> None
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+@contextmanager
+def _told_as_broken(gguf_path: Path) -> Iterator[None]:
+    """Metadata of another type than the format's (a number where a list belongs) may break anything that reads it."""
+    try:
+        yield
+    except (KvctlError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelBroken(
+            f"{gguf_path}: its metadata cannot be understood: {type(error).__name__}: {error}",
+            hint="Fetch the file again, or convert the model again.",
+        ) from error
+
+
 def converted_size_bytes(gguf_path: Path) -> int:
     """Return how many bytes the weights will take once converted."""
-    with GgufFile(gguf_path) as file:
+    with _told_as_broken(gguf_path), GgufFile(gguf_path) as file:
         return sum(_num_values(plan.shape) * _BF16_BYTES for plan in plan_tensors(file, build_config(file)))
 
 

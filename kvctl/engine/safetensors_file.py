@@ -7,9 +7,11 @@ header with dtype, shape and data_offsets per tensor, then the data).
 """
 
 import json
+import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,23 +34,26 @@ class TensorEntry:
     end: int
 
 
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
 def _entry(path: Path, name: str, raw: object, data_start: int, file_bytes: int) -> TensorEntry:
-    try:
-        assert isinstance(raw, dict)
-        dtype_name, shape, (begin, end) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
-        count = torch.Size(shape).numel()
-        assert isinstance(begin, int) and isinstance(end, int)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ModelBroken(f"{path}: the header's entry of {name!r} is damaged", hint=_AGAIN) from error
-    dtype = READABLE_DTYPES.get(str(dtype_name))
-    if begin < 0 or end < begin or (dtype is not None and end - begin != count * dtype.itemsize):
+    fields = raw if isinstance(raw, dict) else {}
+    dtype_name, dims, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not (isinstance(dtype_name, str) and _is_sizes(dims) and _is_sizes(offsets) and len(offsets) == 2):
+        raise ModelBroken(f"{path}: the header's entry of {name!r} is damaged", hint=_AGAIN)
+    shape, (begin, end) = tuple(dims), offsets
+    count = math.prod(shape)
+    dtype = READABLE_DTYPES.get(dtype_name)
+    if end < begin or (dtype is not None and end - begin != count * dtype.itemsize):
         raise ModelBroken(f"{path}: tensor {name!r} has {end - begin} bytes for shape {list(shape)}", hint=_AGAIN)
     if data_start + end > file_bytes:
         raise ModelBroken(
             f"{path}: the file is cut short: {file_bytes} bytes, but tensor {name!r} ends at {data_start + end}",
             hint=_AGAIN,
         )
-    return TensorEntry(str(dtype_name), dtype, shape, data_start + begin, data_start + end)
+    return TensorEntry(dtype_name, dtype, shape, data_start + begin, data_start + end)
 
 
 class SafetensorsFile:
@@ -77,7 +82,7 @@ class SafetensorsFile:
             raise ModelBroken(f"{path}: the file is missing", hint="Download the model again.") from error
         except OSError as error:
             raise ModelBroken(f"{path}: cannot be read: {error.strerror}", hint="Check the file's rights.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelBroken(f"{path}: the header is not JSON: {error}", hint=_AGAIN) from error
         if not isinstance(header, dict):
             raise ModelBroken(f"{path}: the header is not an object", hint=_AGAIN)

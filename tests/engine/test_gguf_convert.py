@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from kvctl.engine.gguf_convert import _to_bf16, convert_gguf, converted_size_bytes
+from kvctl.engine.gguf_file import GgufFile
 from kvctl.engine.json_file import read_json_object
 from kvctl.engine.model_source import read_model_facts
 from kvctl.errors import KvctlError, ModelBroken, ModelNotFound, ModelNotSupported
@@ -176,6 +177,7 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "some-new-rule"}, "some-new-rule"),
         ({"split.count": 3}, "3 parts"),
         ({"llama.attention.value_length": 4}, "different length"),
+        ({"llama.rope.dimension_count": 4}, "of 4 of 8 dimensions"),
     ],
 )
 def test_what_cannot_be_served_is_named(metadata: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -203,6 +205,25 @@ def test_a_file_that_contradicts_itself_is_broken(metadata: dict[str, Any], name
     (tmp_path / "out").mkdir()
     with pytest.raises(ModelBroken, match=named):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [7, -1.5, "text", True, [], [1, 2], ["a", ""]], ids=repr)
+def test_metadata_of_any_type_is_read_or_refused_and_never_a_stack(value: Any, tmp_path: Path) -> None:
+    make(tmp_path / "m.gguf", LLAMA)
+    with GgufFile(tmp_path / "m.gguf") as file:
+        keys = [key for key in file.metadata if key != "general.architecture"]
+        keys += ["split.count", "general.alignment", "tokenizer.chat_template", "llama.rope.scaling.type"]
+        keys += ["tokenizer.ggml.add_bos_token", "tokenizer.ggml.unknown_token_id", "llama.expert_count"]
+    assert len(keys) > 15
+    for number, key in enumerate(keys):
+        make(tmp_path / "m.gguf", LLAMA, **{key: value})
+        folder = tmp_path / f"out{number}"
+        folder.mkdir()
+        try:
+            converted_size_bytes(tmp_path / "m.gguf")
+            convert_gguf(tmp_path / "m.gguf", folder)
+        except KvctlError as error:
+            assert str(tmp_path) in error.message
 
 
 def test_more_layers_than_the_metadata_says_are_not_dropped_silently(tmp_path: Path) -> None:

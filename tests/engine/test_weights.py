@@ -55,6 +55,10 @@ def rename_dtype(folder, old, new):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + size :])
 
 
+def write_header(folder, header):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+
+
 def truncate(path, num_bytes):
     path.write_bytes(path.read_bytes()[:num_bytes])
 
@@ -90,6 +94,29 @@ BREAKAGES = {
         "k_proj.bias",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("3", "null", "[]", "{}", '{"dtype": "F32", "shape": [1], "data_offsets": [0]}'),
+        '{"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}',
+        '{"dtype": "F32", "shape": [true, 1], "data_offsets": [0, 4]}',
+        '{"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}',
+        '{"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 0]}',
+        '{"dtype": "F32", "shape": [1180591620717411303424], "data_offsets": [0, 0]}',
+        '{"dtype": "F32", "shape": [1.5], "data_offsets": [0, 6]}',
+        '{"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}',
+        '{"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}',
+        '{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}',
+        "[" * 200_000,
+    ],
+    ids=lambda entry: entry[:70],
+)
+def test_a_damaged_header_is_named(entry, folder):
+    write_header(folder, b'{"lm_head.weight": ' + entry.encode() + b"}")
+    with pytest.raises(ModelBroken, match=r"model\.safetensors"):
+        engine_runs.start(folder)
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda name: name.replace(" ", "-"))
