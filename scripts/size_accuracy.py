@@ -205,6 +205,11 @@ def answers(request: SizeRequest, case: dict[str, Any]) -> tuple[SizeAnswer, Siz
     return low, high
 
 
+def is_asked_in_blocks(observed: dict[str, Any]) -> bool:
+    """Whether the log prints no amount of memory: then its block count is the question and no answer."""
+    return not any(name in observed for name in ("kv_bytes", "kv_gib", "kv_mib", "k_gib"))
+
+
 def fields_of(request: SizeRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__dataclass_fields__}
 
@@ -217,7 +222,7 @@ def capacity_checks(case: dict[str, Any], low: SizeAnswer, high: SizeAnswer) -> 
     first, last = low.capacity, high.capacity
     for what, attribute in (("blocks", "num_blocks"), ("tokens", "kv_tokens"), ("longest", "max_context_tokens")):
         key = {"blocks": "num_blocks", "tokens": "kv_tokens", "longest": "est_max_len"}[what]
-        if key in observed:
+        if key in observed and not (what == "blocks" and is_asked_in_blocks(observed)):
             checks.append(Check(name, what, observed[key], getattr(first, attribute), getattr(last, attribute)))
     if "concurrency" in observed and case["inputs"].get("max_model_len"):
         ends = round(first.max_concurrency, 2), round(last.max_concurrency, 2)

@@ -100,8 +100,9 @@ _PLAIN_SLACK = 0.015  # padding and buffers over the counted weights
 _QUANTIZED_SLACK = 0.04  # and layers that a checkpoint left unquantized, repacked formats
 CALIBRATED_SLACK = 0.01  # of the GPU's memory: what runs of one machine differ by
 # Bytes per sampled row and vocabulary entry. Sorting for top-k/top-p took 29 to 48 (logs of 0.8 to 0.13); samplers
-# without a sort take 15 to 34 (logs of 0.18 to 0.24). The ends carry a margin of 15 % over what few logs have shown.
-_LOGIT_BYTES_SORTED = (25, 38, 55)
+# without a sort take 15 to 34 (logs of 0.18 to 0.24), as do early images that bring FlashInfer's (log h100-8b-image).
+# The ends carry a margin of 15 % over what few logs have shown.
+_LOGIT_BYTES_SORTED = (13, 38, 55)
 _LOGIT_BYTES = (13, 19, 39)
 _MOE_CHUNK_TOKENS = 32768  # tokens that one fused MoE call takes at most. Source: VLLM_FUSED_MOE_CHUNK_SIZE
 _HIDDEN_COPIES = 4  # residual, normed, attention in and out
@@ -120,7 +121,8 @@ def activation_bytes(
 ) -> Range:
     """Peak activations of a profiling step: the larger of one layer's widest moment and the sampling of `num_rows`.
 
-    `moe_tokens`: tokens that an expert layer sees, more than `num_tokens` when data-parallel ranks share experts.
+    `moe_tokens`: tokens that an expert layer sees at once: more than `num_tokens` when data-parallel ranks share
+    experts, fewer when the engine cuts a long step.
     Fitted to the `activation_gib` lines of the logs (phi-4, phi-4-mini, Qwen3-4B, Qwen2.5-7B, Llama 3.2 3B twice,
     Qwen2 0.5B): the layer part is 3 MLP widths and 4 hidden widths per token, within 0.7
     to 1.6 (Qwen3-4B of 10,000 tokens and one row: 0.74 GiB printed, 0.73 computed).
@@ -163,19 +165,26 @@ def graph_bytes(shape: ModelShape, *, tensor_parallel: int, max_num_seqs: int) -
     return Range(value // 3, value, int(value * 2.8))
 
 
-def other_bytes(*, ranks: int, unified: bool, counts_context: bool = False) -> Range:
+def other_bytes(rules: EngineRules, *, ranks: int, unified: bool) -> Range:
     """The context beyond PyTorch's reach: 0.01 to 0.14 GiB on one GPU; NCCL adds 0.35 to 2.5 GiB on several.
 
-    `counts_context`: vLLM before 0.7 counted the CUDA context and whatever else was on the GPU: 0.35 to 1.79 GiB on
-    one, 3.58 on two (issue 10517, pull request 10511).
+    vLLM's V0 counted more. Before 0.7 the CUDA context and whatever else was on the GPU: 0.35 and 1.79 GiB on one, and
+    on several 1.8 to 3.4 for each (issue 10517, pull request 10511, logs of 2031, 5248 and phi3-mini-128k-tp4). In 0.7
+    2.53 and 7.16 GiB on eight (logs of R1).
     """
-    if counts_context:
-        return Range(10 * MIB, 350 * MIB, 2 * GIB) if ranks == 1 else Range(300 * MIB, 1500 * MIB, 4 * GIB)
+    if rules.is_v0 and rules.version < (0, 7):
+        return Range(10 * MIB, 350 * MIB, 2 * GIB) if ranks == 1 else _each(ranks, 300, 2000, 3600)
+    if rules.is_v0 and ranks > 1:
+        return _each(ranks, 150, 500, 1000)
     if unified:
         return Range(200 * MIB, 1000 * MIB, 4 * GIB)
     if ranks == 1:
         return Range(10 * MIB, 90 * MIB, 400 * MIB)
     return Range(300 * MIB, 800 * MIB, int(2.5 * GIB))
+
+
+def _each(ranks: int, *mib: int) -> Range:
+    return Range(*(ranks * amount * MIB for amount in mib))
 
 
 def memory_budget(
@@ -210,14 +219,13 @@ def memory_budget(
         num_rows=num_rows if samples else 0,
         tensor_parallel=tensor_parallel,
         element_bytes=element_bytes,
-        moe_tokens=max(num_tokens, min(num_tokens * expert_ranks, _MOE_CHUNK_TOKENS)),
+        moe_tokens=min(num_tokens * expert_ranks, _MOE_CHUNK_TOKENS),
         logit_bytes=_LOGIT_BYTES_SORTED if rules.sorts_logits else _LOGIT_BYTES,
     )
     graphs = Range(0, 0, 0)
     if not eager:
         graphs = graph_bytes(shape, tensor_parallel=tensor_parallel, max_num_seqs=num_rows)
-    counts_context = rules.is_v0 and rules.version < (0, 7)
-    other = other_bytes(ranks=tensor_parallel * expert_ranks, unified=unified, counts_context=counts_context)
+    other = other_bytes(rules, ranks=tensor_parallel * expert_ranks, unified=unified)
     inside = activation + other + (graphs if rules.estimates_graphs else Range(0, 0, 0))
     if known.weight_factor is not None:
         weights_bytes = int(weights_bytes * known.weight_factor)
