@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
     """
     number, unit = _split(text, "an amount of memory", "12.3GiB or 800MB")
     factor = _BYTE_UNITS.get(unit.lower())
-    if factor is None or number < 0:
+    if factor is None or not 0 <= number * factor < math.inf:
         raise ConfigError(f"{text!r} is not an amount of memory", hint="Write it like 12.3GiB or 800MB.")
     return int(number * factor)
 
@@ -76,7 +76,7 @@ def parse_count(text: str) -> int:
     """
     number, unit = _split(text, "a whole number", "4096, 32k (32,000) or 32K (32,768)")
     factor = _COUNT_UNITS.get(unit)
-    if factor is None or number * factor != int(number * factor):
+    if factor is None or not (number * factor).is_integer():  # infinity is not
         raise ConfigError(f"{text!r} is not a whole number", hint="Write it like 4096, 32k (32,000) or 32K (32,768).")
     return int(number * factor)
 
@@ -96,9 +96,9 @@ def format_seconds(seconds: float) -> str:
     """'3.52 ms', '1.20 s', '2 min 5 s': what a person reads at a look."""
     if seconds < 0:
         return "-" + format_seconds(-seconds)
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"

@@ -53,9 +53,11 @@ def test_formats() -> None:
         "1.25 GiB",
         "1.00 TiB",
     ]
-    assert [format_seconds(s) for s in (2e-5, 0.0035, 1.2, 125, 7300)] == [
+    assert [format_seconds(s) for s in (2e-5, 0.0009996, 0.0035, 0.9996, 1.2, 125, 7300)] == [
         "20 us",
+        "1 ms",
         "3.5 ms",
+        "1 s",
         "1.2 s",
         "2 min 5 s",
         "2 h 1 min",

@@ -1,6 +1,8 @@
 """`kvctl serve`: flags to `ServeConfig`, then `launch`. Imports no torch and no web stack until it runs. Floor 4."""
 
+import json
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -59,6 +61,7 @@ def serve(
     ssl_ca_certs: o.SslCaCerts = None,
     ssl_cert_reqs: o.SslCertReqs = 0,
     max_num_queued_reqs: o.MaxNumQueuedReqs = None,
+    max_body_size: o.MaxBodySize = None,
     response_role: o.ResponseRole = "assistant",
     trust_request_chat_template: o.TrustRequestChatTemplate = False,
     default_chat_template_kwargs: o.DefaultChatTemplateKwargs = None,
@@ -72,7 +75,7 @@ def serve(
     cpu_kernels: o.CpuKernels = o.CpuKernelsName.AUTO,
     enforce_eager: o.EnforceEager = False,
     log_level: o.LogLevel = o.LogLevelName.INFO,
-    uvicorn_log_level: o.UvicornLogLevel = "info",
+    uvicorn_log_level: o.UvicornLogLevel = o.ServerLogLevelName.INFO,
     disable_uvicorn_access_log: o.DisableUvicornAccessLog = False,
     disable_access_log_for_endpoints: o.DisableAccessLogForEndpoints = None,
     disable_log_stats: o.DisableLogStats = False,
@@ -169,7 +172,7 @@ def _network_options(values: dict[str, Any]) -> "NetworkOptions":
     names = ("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
     return NetworkOptions(
         **{name: values[name] for name in names},
-        log_level=values["uvicorn_log_level"],
+        log_level=values["uvicorn_log_level"].value,
         access_log=not values["disable_uvicorn_access_log"],
         quiet_paths=POLLED_PATHS + more_quiet,
     )
@@ -180,7 +183,7 @@ def _api_options(values: dict[str, Any]) -> "ApiOptions":
 
     return ApiOptions(
         api_keys=tuple(key for key in values["api_key"] or () if key),
-        allowed_origins=tuple(values["allowed_origins"] or ()),
+        allowed_origins=tuple(_origins(values["allowed_origins"] or ())),
         root_path=values["root_path"].rstrip("/"),
         response_role=values["response_role"],
         trust_request_chat_template=values["trust_request_chat_template"],
@@ -189,7 +192,23 @@ def _api_options(values: dict[str, Any]) -> "ApiOptions":
         request_id_headers=values["enable_request_id_headers"],
         log_requests=values["enable_log_requests"],
         return_tokens_as_token_ids=values["return_tokens_as_token_ids"],
+        max_body_bytes=values["max_body_size"] or ApiOptions().max_body_bytes,
     )
+
+
+def _origins(words: Sequence[str]) -> Iterator[str]:
+    """One origin per word, or vLLM's way: a JSON list of them."""
+    for word in words:
+        if not word.startswith("["):
+            yield word
+            continue
+        try:
+            origins = json.loads(word)
+        except ValueError:
+            origins = None
+        if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+            raise ConfigError(f"--allowed-origins {word} is no JSON list of texts", hint="Give one origin per flag.")
+        yield from origins
 
 
 def register(app: typer.Typer) -> None:

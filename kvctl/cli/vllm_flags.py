@@ -29,7 +29,6 @@ IGNORED: Final[dict[str, bool]] = {
     "--disable-hybrid-kv-cache-manager": False,
     "--disable-log-requests": False,
     "--distributed-executor-backend": True,
-    "--download-dir": True,
     "--enable-log-outputs": False,
     "--enable-logging-iteration-details": False,
     "--enable-mfu-metrics": False,
@@ -40,7 +39,6 @@ IGNORED: Final[dict[str, bool]] = {
     "--fingerprint-mode": True,
     "--h11-max-header-count": True,
     "--h11-max-incomplete-event-size": True,
-    "--hf-token": True,
     "--kv-cache-metrics": False,
     "--kv-cache-metrics-sample": True,
     "--limit-mm-per-prompt": True,
@@ -98,6 +96,8 @@ REFUSED: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "--reasoning-parser": (("",), "a parser for reasoning"),
     "--tool-call-parser": ((), "a parser for tool calls"),
     "--middleware": ((), "middleware"),
+    "--download-dir": ((), "a flag for the hub's cache: set HF_HUB_CACHE"),
+    "--hf-token": ((), "a flag for the hub's key: set HF_TOKEN"),
     "--max-num-queued-tokens": ((), "a limit of queued tokens"),
 }
 REFUSED_SWITCHES: Final[dict[str, str]] = {
@@ -170,7 +170,7 @@ def _judge(name: str, value: str) -> None:
 
 
 def _warn(name: str) -> None:
-    print(f"kvctl: {name} is ignored: it has no meaning here and changes no answer", file=sys.stderr)
+    print(f"kvctl: {name} is ignored: kvctl serve has no such setting, answers stay the same", file=sys.stderr)
 
 
 def _refusal(flag: str, what: str) -> ConfigError:

@@ -4,7 +4,6 @@ Knows no tokenizer: stop strings are matched by the API process, `bad_words` rea
 Limits and their messages follow what clients of OpenAI-compatible servers expect (vLLM's). Floor 0.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from kvctl.errors import InvalidRequest
@@ -14,8 +13,8 @@ MAX_STOP_STRINGS = 64
 
 
 def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not (math.isfinite(value) and inside):
+    inside = (low < value if open_low else low <= value) and value <= high  # NaN is inside nothing
+    if not inside:
         bracket = "(" if open_low else "["
         raise InvalidRequest(f"{name} must be in {bracket}{low:g}, {high:g}], got {value}", param=name)
 

@@ -20,9 +20,8 @@ class Admission:
         self._on_rejection = on_rejection
         self.in_flight = 0
 
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Count a request for as long as it is served.
+    def check(self) -> None:
+        """See whether one more would be taken now.
 
         Raises:
             QueueFull: the limit is reached.
@@ -34,6 +33,15 @@ class Admission:
                 f"{self.in_flight} requests are in flight, the limit is {self._max_in_flight}",
                 hint="Try again later; the server's --max-num-queued-reqs sets the limit.",
             )
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a request for as long as it is served.
+
+        Raises:
+            QueueFull: the limit is reached.
+        """
+        self.check()
         self.in_flight += 1
         try:
             yield

@@ -7,9 +7,11 @@ with bounds, answers are sent without a validation of what we built ourselves. F
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -26,9 +28,11 @@ from kvctl.server.completions import create_completion
 from kvctl.server.context import ServingContext
 from kvctl.server.errors import ClientDisconnected, error_response, http_error
 from kvctl.server.openapi import build_document
+from kvctl.server.protocol import ChatCompletionRequest, CompletionRequest
 from kvctl.server.request_id import RequestIdHeader
 
 Handler = Callable[[ServingContext, Request], Awaitable[Response]]
+BodyHandler = Callable[[ServingContext, Request, Any], Awaitable[Response]]  # the last one is the body's model
 logger = logging.getLogger(__name__)
 
 
@@ -41,13 +45,14 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        response = await self._answer(Request(scope, receive, send))
-        if response is not None:
-            await response(scope, receive, send)
+        with ExitStack() as until_answered:
+            response = await self._answer(Request(scope, receive, send), until_answered)
+            if response is not None:
+                await response(scope, receive, send)
 
-    async def _answer(self, request: Request) -> Response | None:
+    async def _answer(self, request: Request, until_answered: ExitStack) -> Response | None:
         try:
-            return await self._handler(self._context, request)
+            return await self._handle(request, until_answered)
         except ClientDisconnected:
             return None
         except KvctlError as error:
@@ -56,19 +61,27 @@ class Endpoint:
             logger.exception("%s %s failed", request.method, request.url.path)
             return error_response(error)
 
+    async def _handle(self, request: Request, until_answered: ExitStack) -> Response:
+        return await self._handler(self._context, request)
+
 
 class GenerationEndpoint(Endpoint):
-    """An endpoint whose requests count as in flight until their last byte."""
+    """An endpoint whose requests count as in flight, from the end of their body to the last byte of their answer.
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or turn it away when the server is full."""
-        try:
-            with self._context.admission.one_more():
-                await super().__call__(scope, receive, send)
-                return
-        except KvctlError as error:  # from `one_more` alone: the endpoint raises none
-            response = error_response(error)
-        await response(scope, receive, send)
+    Before that they only cost the client: one that sends its body slowly keeps nobody out.
+    """
+
+    def __init__(self, context: ServingContext, model: type[BaseModel], handler: BodyHandler) -> None:
+        self._context = context
+        self._model = model
+        self._generate = handler
+
+    async def _handle(self, request: Request, until_answered: ExitStack) -> Response:
+        context = self._context
+        context.admission.check()  # before a body is read that will not be served
+        body = await context.bodies.read_json(request, self._model)
+        until_answered.enter_context(context.admission.one_more())
+        return await self._generate(context, request, body)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -95,9 +108,9 @@ def build_app(context: ServingContext) -> ASGIApp:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to replace it
-    generation: dict[str, Handler] = {
-        "/v1/completions": create_completion,
-        "/v1/chat/completions": create_chat_completion,
+    generation: dict[str, tuple[type[BaseModel], BodyHandler]] = {
+        "/v1/completions": (CompletionRequest, create_completion),
+        "/v1/chat/completions": (ChatCompletionRequest, create_chat_completion),
     }
     posts: dict[str, Handler] = {
         "/tokenize": tokenization.tokenize,
@@ -112,19 +125,19 @@ def build_app(context: ServingContext) -> ASGIApp:
         "/load": info.load,
         "/metrics": info.metrics,
     }
-    routes = [Route(p, GenerationEndpoint(context, handler), methods=["POST"]) for p, handler in generation.items()]
+    routes = [Route(p, GenerationEndpoint(context, *how), methods=["POST"]) for p, how in generation.items()]
     for path, handler in posts.items():
         methods = ["POST", "GET"] if path == "/ping" else ["POST"]
         routes.append(Route(path, Endpoint(context, handler), methods=methods))
     routes += [Route(path, Endpoint(context, handler), methods=["GET"]) for path, handler in gets.items()]
     app.router.routes[:0] = routes
-    if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
+    whole: ASGIApp = ApiKeyGuard(app, options.api_keys) if options.api_keys else app
+    if options.allowed_origins:  # around the guard: browsers may read its 401 too
+        whole = CORSMiddleware(
+            whole,
             allow_origins=list(options.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
             allow_credentials=False,
         )
-    guarded: ASGIApp = ApiKeyGuard(app, options.api_keys) if options.api_keys else app
-    return RequestIdHeader(guarded) if options.request_id_headers else guarded
+    return RequestIdHeader(whole) if options.request_id_headers else whole

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from kvctl.core.request import FinishReason
 from kvctl.engine.request_output import RequestOutput
 from kvctl.errors import FeatureNotServed
-from kvctl.server.body import read_json
 from kvctl.server.chunks import CompletionChunks, PromptText, ResponseMeta
 from kvctl.server.collect import CollectedChoice, CollectedPrompt
 from kvctl.server.context import ServingContext
@@ -86,9 +85,8 @@ async def without_output(stream: OutputStream) -> AsyncGenerator[RequestOutput, 
             )
 
 
-async def create_completion(context: ServingContext, http: Request) -> Response:
+async def create_completion(context: ServingContext, http: Request, body: CompletionRequest) -> Response:
     """Serve one completions request."""
-    body = await read_json(http, CompletionRequest)
     meta = begin(context, body, http, "cmpl")
     if body.echo and body.stream and body.logprobs is not None and meta.n > 1:
         raise FeatureNotServed("echo with logprobs of several choices cannot be streamed", param="echo")

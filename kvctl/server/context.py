@@ -15,6 +15,7 @@ from kvctl.engine.request_output import RequestOutput
 from kvctl.engine.tokenizer import Tokenizer
 from kvctl.errors import ModelNotFound
 from kvctl.server.admission import Admission
+from kvctl.server.body import BodyReader
 from kvctl.server.exchange import Closing
 from kvctl.server.logprobs import TokenTexts
 from kvctl.server.options import ApiOptions
@@ -112,6 +113,8 @@ class ServingContext:
     request_numbers: Iterator[int] = field(default_factory=itertools.count)
     is_draining: bool = False  # set on SIGTERM: running requests may end, new ones get 503
     texts: TokenTexts = field(init=False)
+    bodies: BodyReader = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.options.max_body_bytes)
         self.texts = TokenTexts(self.tokenizer.token_text, self.tokenizer.backend.id_to_token)

@@ -121,7 +121,9 @@ def _most_telling(items: Sequence[ErrorDetails]) -> dict[Location, list[ErrorDet
 
 
 def _shorten(value: Any) -> str:
-    text = repr(value) if not isinstance(value, dict | list) else type(value).__name__
+    if isinstance(value, dict | list):
+        return type(value).__name__
+    text = repr(value[: MAX_SHOWN_INPUT_CHARS + 1] if isinstance(value, str) else value)
     return text if len(text) <= MAX_SHOWN_INPUT_CHARS else text[:MAX_SHOWN_INPUT_CHARS] + "..."
 
 

@@ -4,11 +4,13 @@ Knows no endpoint's shape. Everything is validated before the first stream start
 refused as a whole or served as a whole. Floor 3.
 """
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,10 +23,13 @@ from kvctl.server.context import ServingContext
 from kvctl.server.errors import ShuttingDown
 from kvctl.server.exchange import OutputStream, close_all, run_for_client
 from kvctl.server.protocol import GenerationRequest
-from kvctl.server.sampling import build_sampling_params, refuse_unsupported, wants_logprobs
+from kvctl.server.sampling import build_sampling_params, output_limit, refuse_unsupported, wants_logprobs
 from kvctl.server.streaming import EventStream
 
-MAX_CHOICES = 16_384  # of one request, over all its prompts
+MAX_CHOICES: Final = 16_384  # of one request, over all its prompts
+# What one request may send to the engine: each choice takes its prompt and the lists of its sampling along
+MAX_SENT_TOKENS: Final = 1 << 21
+PROMPTS_PER_TURN: Final = 16  # handed over before others' tokens pass
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +69,49 @@ def tokens_as_ids(context: ServingContext, body: GenerationRequest) -> bool:
     return body.return_tokens_as_token_ids
 
 
+def _check_amount(body: GenerationRequest, n: int, prompts: Sequence[PromptText]) -> None:
+    """Refuse what would keep everybody waiting while it is handed over.
+
+    Raises:
+        InvalidRequest: too many choices, or too many tokens in all of them.
+    """
+    if n * len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(f"n times the prompts is {n * len(prompts)}, over {MAX_CHOICES}", param="n")
+    lists = (body.allowed_token_ids, body.stop_token_ids, body.logit_bias)
+    num_listed = sum(len(entries or ()) for entries in lists)
+    num_sent = n * sum(len(prompt.token_ids) + num_listed for prompt in prompts)
+    if num_sent > MAX_SENT_TOKENS:
+        raise InvalidRequest(
+            f"the prompts and token lists of all choices are {num_sent:,} tokens, over {MAX_SENT_TOKENS:,}",
+            hint="Send fewer prompts in a request, or a smaller n.",
+            param="prompt" if n == 1 else "n",
+        )
+
+
+def _params_of_each(
+    context: ServingContext, body: GenerationRequest, prompts: Sequence[PromptText]
+) -> list[SamplingParams]:
+    """The sampling of each prompt; those with room for the same output share it."""
+    by_limit: dict[int, SamplingParams] = {}
+    params = []
+    for prompt in prompts:
+        limit = output_limit(
+            body, num_prompt_tokens=len(prompt.token_ids), defaults=context.defaults, limits=context.limits
+        )
+        if limit not in by_limit:
+            by_limit[limit] = build_sampling_params(
+                body, max_tokens=limit, defaults=context.defaults, limits=context.limits
+            )
+        params.append(by_limit[limit])
+    return params
+
+
+def _summary(params: SamplingParams) -> str:
+    """The numbers for the log; lists are long, and texts are the client's own."""
+    numbers = {field.name: getattr(params, field.name) for field in fields(params)}
+    return ", ".join(f"{name} {value}" for name, value in numbers.items() if isinstance(value, int | float))
+
+
 async def start_streams(
     context: ServingContext, body: GenerationRequest, meta: ResponseMeta, prompts: Sequence[PromptText]
 ) -> list[OutputStream]:
@@ -73,20 +121,16 @@ async def start_streams(
         InvalidRequest: whatever is wrong with one of them; nothing was started then.
         EngineDead: there is no engine any more.
     """
-    if meta.n * len(prompts) > MAX_CHOICES:
-        raise InvalidRequest(f"n times the prompts is {meta.n * len(prompts)}, over {MAX_CHOICES}", param="n")
-    params: list[SamplingParams] = [
-        build_sampling_params(
-            body, num_prompt_tokens=len(prompt.token_ids), defaults=context.defaults, limits=context.limits
-        )
-        for prompt in prompts
-    ]
+    _check_amount(body, meta.n, prompts)
+    params = _params_of_each(context, body, prompts)
     streams: list[OutputStream] = []
     try:
-        for prompt, sampling in zip(prompts, params, strict=True):
+        for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            if number % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+                await asyncio.sleep(0)
             request_id = f"{meta.response_id}-{next(context.request_numbers)}"
             if context.options.log_requests:
-                logger.info("request %r: %d prompt tokens, %s", request_id, len(prompt.token_ids), sampling)
+                logger.info("request %r: %d prompt tokens, %s", request_id, len(prompt.token_ids), _summary(sampling))
             streams.append(
                 context.engine.generate(
                     prompt.token_ids,

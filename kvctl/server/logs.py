@@ -31,9 +31,7 @@ class _NoChatter(logging.Filter):
         return not record.getMessage().startswith(_CHATTER)
 
 
-def configure_logging(
-    *, level: str, server_level: str, access_log: bool, quiet_paths: Sequence[str], log_stats: bool = True
-) -> None:
+def configure_logging(*, level: str, server_level: str, access_log: bool, quiet_paths: Sequence[str]) -> None:
     """Send our log and uvicorn's to stderr. Called once, by `launch`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))

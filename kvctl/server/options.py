@@ -1,8 +1,10 @@
-"""What the operator decided about the API. Plain data; imports nothing, so that a command can build it. Floor 3."""
+"""What the operator decided about the API. Plain data; imports no server, so that a command can build it. Floor 3."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvctl.units import MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +21,4 @@ class ApiOptions:
     request_id_headers: bool = False
     log_requests: bool = False
     return_tokens_as_token_ids: bool = False
+    max_body_bytes: int = 8 * MIB

@@ -48,7 +48,7 @@ def truncate(token_ids: list[int], request: GenerationRequest, *, max_model_len:
     if limit is None:
         return token_ids
     if limit == -1:
-        limit = max(1, max_model_len - max_tokens)
+        limit = max(1, max_model_len - max(1, max_tokens))
     if limit < 1 or limit > max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or 1 to {max_model_len} (the model's length), got {limit}",

@@ -5,20 +5,32 @@ would change the answer and is refused when set, never silently dropped. None me
 generation config and then vLLM's default decide. Ranges of sampling values are checked by `SamplingParams`, so that
 offline and HTTP use say the same. Floor 3.
 
-Types are strict ("16" is no number) except that 16.0 is taken for 16, which JSON cannot tell apart.
+Types are strict ("16" is no number) except that 16.0 is taken for 16, which JSON cannot tell apart. Every list ends at
+its first wrong element: a million of them are one error, not a million.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
 MAX_PROMPTS = 1024  # in one completions request; vLLM's limit
 MAX_STOP_TOKEN_IDS = 4096
+MAX_MESSAGES = 16_384  # also the parts of one, tools and documents
 
 
 def _whole(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _finite_biases(biases: dict[str, Any]) -> dict[str, Any]:
+    """Check by hand what pydantic would complain about once per entry."""
+    for key, bias in biases.items():
+        if type(bias) not in (int, float) or not abs(bias) < math.inf:
+            raise PydanticCustomError("bias", "the bias of {key} is not a finite number", {"key": key[:40]})
+    return biases
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
@@ -26,6 +38,12 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Biases = Annotated[
+    dict[str, Any],
+    AfterValidator(_finite_biases),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
 
 
 def _number(low: float, high: float) -> WithJsonSchema:
@@ -63,7 +81,7 @@ class GenerationRequest(Body):
     top_p: Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1})] | None = None
     frequency_penalty: Annotated[float, _number(-2, 2)] | None = None
     presence_penalty: Annotated[float, _number(-2, 2)] | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id (as text) to bias, -100 to 100.")
+    logit_bias: Biases | None = Field(None, description="Token id (as text) to bias, -100 to 100.")
     user: str | None = None
     # beyond OpenAI: vLLM's names
     top_k: Annotated[int, BeforeValidator(_whole), WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
@@ -132,20 +150,20 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
 
 
 class ChatFields(Body):
     """What turns messages into a prompt."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
+    tools: Objects | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, ChatFields):

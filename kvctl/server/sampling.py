@@ -148,14 +148,24 @@ def logit_bias(request: GenerationRequest, vocab_size: int) -> dict[int, float]:
     return biases
 
 
+def output_limit(
+    request: GenerationRequest, *, num_prompt_tokens: int, defaults: SamplingDefaults, limits: SamplingLimits
+) -> int:
+    """Most output tokens for a prompt: what was asked for, silently limited to what the model's length leaves.
+
+    Raises:
+        InvalidRequest: as `requested_max_tokens`.
+    """
+    wanted = requested_max_tokens(request, limits)
+    room = [limits.max_model_len - num_prompt_tokens]
+    room += [count for count in (wanted, defaults.max_new_tokens) if count is not None]
+    return max(1, min(room))
+
+
 def build_sampling_params(
-    request: GenerationRequest,
-    *,
-    num_prompt_tokens: int,
-    defaults: SamplingDefaults,
-    limits: SamplingLimits,
+    request: GenerationRequest, *, max_tokens: int, defaults: SamplingDefaults, limits: SamplingLimits
 ) -> SamplingParams:
-    """Build one prompt's sampling; the output is silently limited to what the model's length leaves.
+    """Build the sampling of the prompts whose `output_limit` is `max_tokens`.
 
     Raises:
         InvalidRequest: a value outside its range; `param` names it.
@@ -169,9 +179,6 @@ def build_sampling_params(
         raise InvalidRequest("prompt_logprobs cannot be streamed", hint="Leave stream out.", param="prompt_logprobs")
     if prompt_top is None and isinstance(request, CompletionRequest) and request.echo:
         prompt_top = request.logprobs
-    wanted = requested_max_tokens(request, limits)
-    room = [limits.max_model_len - num_prompt_tokens]
-    room += [count for count in (wanted, defaults.max_new_tokens) if count is not None]
     num_allowed = len(request.allowed_token_ids or ())
     if num_allowed > limits.vocab_size:
         raise InvalidRequest(
@@ -205,7 +212,7 @@ def build_sampling_params(
     fields = defaults.as_params() | {key: value for key, value in given.items() if value is not None}
     return SamplingParams(
         **fields,
-        max_tokens=max(1, min(room)),
+        max_tokens=max_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvctl.errors import InvalidRequest
-from kvctl.server.body import parse_json, read_json, read_json_body
+from kvctl.server.body import parse_json
 from kvctl.server.chat import encode_chat
 from kvctl.server.context import ServingContext
 from kvctl.server.errors import json_response
@@ -25,7 +25,7 @@ class _Kind(Body):
 
 async def tokenize(context: ServingContext, http: Request) -> Response:
     """POST /tokenize: token ids of a text, or of a conversation as the chat endpoint would render it."""
-    data = await read_json_body(http)
+    data = await context.bodies.receive_json(http)
     body: TokenizeChatRequest | TokenizeCompletionRequest
     if parse_json(data, _Kind).messages is not None:
         body = parse_json(data, TokenizeChatRequest)
@@ -53,7 +53,7 @@ async def tokenize(context: ServingContext, http: Request) -> Response:
 
 async def detokenize(context: ServingContext, http: Request) -> Response:
     """POST /detokenize: the text of token ids, special tokens included."""
-    body = await read_json(http, DetokenizeRequest)
+    body = await context.bodies.read_json(http, DetokenizeRequest)
     context.model.check(body.model)
     largest = max(body.tokens, default=0)
     if largest >= context.limits.vocab_size:

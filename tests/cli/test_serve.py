@@ -85,6 +85,16 @@ def test_the_stall_timeout_can_be_set_and_switched_off(parse):
     assert parse("--engine-stall-timeout", "0").stall_timeout_s is None
 
 
+def test_origins_come_one_by_one_or_as_vllms_json_list(parse):
+    assert parse("--allowed-origins", '["https://a", "https://b"]').api.allowed_origins == ("https://a", "https://b")
+    assert parse("--allowed-origins", "*", "--allowed-origins", "https://a").api.allowed_origins == ("*", "https://a")
+
+
+def test_a_larger_body_can_be_allowed(parse):
+    assert parse().api.max_body_bytes == 8 << 20
+    assert parse("--max-body-size", "32MiB").api.max_body_bytes == 32 << 20
+
+
 def test_auto_length_and_another_dtype_of_the_cache_are_passed_on(parse):
     for text in ("auto", "-1"):
         assert parse("--max-model-len", text).model.max_model_len == AUTO_LENGTH
@@ -102,6 +112,7 @@ def test_auto_length_and_another_dtype_of_the_cache_are_passed_on(parse):
         (["--enable-lora"], "LoRA"),
         (["--enable-auto-tool-choice"], "tool calls"),
         (["--tokenizer", "other"], "tokenizer"),
+        (["--hf-token", "secret"], "HF_TOKEN"),
         (["--hf-overrides", '{"rope_scaling": 1}'], "config.json"),
     ],
 )
@@ -141,6 +152,11 @@ def _serve_command():
     return typer.main.get_command(build_app(["serve"])).commands["serve"]
 
 
+def test_an_unknown_log_level_is_a_usage_error():
+    for flag in ("--log-level", "--uvicorn-log-level"):
+        assert CliRunner().invoke(build_app(["serve"]), ["serve", flag, "loud"]).exit_code == 2
+
+
 def test_an_unknown_flag_is_a_usage_error():
     result = CliRunner().invoke(build_app(["serve"]), ["serve", "--max-modle-len", "4"])
     assert result.exit_code == 2 and "--max-modle-len" in result.output
@@ -157,6 +173,10 @@ def test_an_unknown_flag_is_a_usage_error():
         (["--override-generation-config", "[1]"], "JSON object"),
         (["--override-generation-config", "{"], "not JSON"),
         (["--shutdown-timeout", "soon"], "soon"),
+        (["--max-body-size", "0"], "under a byte"),
+        (["--allowed-origins", "[1]"], "--allowed-origins"),
+        (["--kv-cache-memory-bytes", "1e308TiB"], "1e308TiB"),
+        (["--max-model-len", "1e308G"], "1e308G"),
         (["--config", "/does/not/exist.yaml"], "cannot be read"),
     ],
 )

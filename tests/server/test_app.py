@@ -137,6 +137,9 @@ async def test_browsers_of_an_allowed_origin_may_call(make_context):
             headers={"Origin": "https://app.example", "Access-Control-Request-Method": "POST"},
         )
         assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+        refused = await client.get("/v1/models", headers={"Origin": "https://app.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://app.example"  # so that a browser may read it
     async with connect(make_context()) as client:
         answer = await client.get("/version", headers={"Origin": "https://app.example"})
         assert "access-control-allow-origin" not in answer.headers

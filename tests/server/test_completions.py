@@ -219,6 +219,28 @@ async def test_the_users_value_beats_the_models_generation_config_beats_the_defa
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 3, 1.0, 5)
 
 
+async def test_prompts_share_their_sampling_where_they_have_the_same_room(client, context):
+    """Each has lists of up to the vocabulary's length: they are read once."""
+    await complete(client, prompt=["a", "b", "x" * 250, "c"], max_tokens=10, allowed_token_ids=list(range(250)))
+    params = [seen[1] for seen in context.engine.seen]
+    assert [p.max_tokens for p in params] == [10, 10, 6, 10]
+    assert params[0] is params[1] is params[3]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x" * 200, "n": 16_384}, "n"),
+        ({"prompt": ["a"] * 1024, "allowed_token_ids": [1] * 259, "n": 9}, "n"),
+    ],
+)
+async def test_what_all_choices_together_send_to_the_engine_is_bounded(client, context, body, param):
+    answer = await client.post("/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and "over 2,097,152" in error["message"]
+    assert not context.engine.seen
+
+
 async def test_too_many_output_tokens_are_clamped_to_the_model_length(client, context):
     answer = await complete(client, prompt="x" * 250, max_tokens=200)
     assert context.engine.seen[0][1].max_tokens == 6
@@ -236,6 +258,12 @@ async def test_long_prompts_are_cut_where_asked_for(client, context, limit, side
 async def test_cutting_to_minus_one_leaves_room_for_the_output(client, context):
     answer = await complete(client, prompt="x" * 1000, truncate_prompt_tokens=-1, max_tokens=56)
     assert answer["usage"]["prompt_tokens"] == 200 and answer["usage"]["completion_tokens"] == 56
+
+
+async def test_cutting_to_minus_one_leaves_room_for_a_token_where_no_limit_is_given(client):
+    body = {"messages": [{"role": "user", "content": "x" * 1000}], "truncate_prompt_tokens": -1}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["total_tokens"] == 256
 
 
 async def test_the_request_id_of_header_or_body_names_the_answer(client, make_context):

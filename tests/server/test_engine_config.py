@@ -76,6 +76,10 @@ def test_the_gpu_is_asked_of_the_driver_only_where_it_can_be_used(monkeypatch, t
     monkeypatch.setattr(engine_config, "version", lambda _: "2.13.0+cu130")
     assert find_gpu(DeviceConfig()) == Gpu("NVIDIA H200", 143771 << 20)
     assert find_gpu(DeviceConfig(device="cpu")) is None
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert find_gpu(DeviceConfig()) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     program.write_text("#!/bin/sh\nexit 9\n")
     assert find_gpu(DeviceConfig()) == Gpu("unknown", 0)
     monkeypatch.setattr(engine_config, "version", lambda _: "2.13.0+cpu")

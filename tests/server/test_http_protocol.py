@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from kvctl.server import body as body_module
 from kvctl.server import http_protocol
+from kvctl.server.body import BodyReader
 from tests.server.live import post, raw, read_head, request, running, until
 
 
@@ -49,8 +49,8 @@ async def test_a_hundred_megabytes_are_read_away_not_kept_and_the_client_hears_4
     writer.close()
 
 
-async def test_a_body_that_never_ends_gets_408(live, monkeypatch):
-    monkeypatch.setattr(body_module.read_body, "__defaults__", (body_module.MAX_BODY_BYTES, 0.1))
+async def test_a_body_that_never_ends_gets_408(live, context):
+    context.bodies = BodyReader(1000, timeout_s=0.1)
     _, port = live
     reader, writer = await request(port, post("/v1/completions", b"x" * 50), b'{"prompt"')
     status, headers = await read_head(reader)
