@@ -115,12 +115,22 @@ class KVCacheManager:
             return CachedPrefix(tuple([] for _ in self.groups), 0)
         self._hasher.extend(request)
         hashes = request.block_hashes[:num_blocks]
-        while True:  # a shorter hit of one group may shorten that of another; ends, since it only shrinks
-            runs = tuple(self._cached_run(index, hashes) for index in range(len(self.groups)))
-            shortest = min(map(len, runs))
-            if shortest == len(hashes) or len(runs) == 1:
-                return CachedPrefix(runs, shortest * self.block_size)
-            hashes = hashes[:shortest]
+        while True:  # a shorter hit of one group shortens those of the others; ends, since it only shrinks
+            runs = []
+            for index in range(len(self.groups)):
+                runs.append(self._cached_run(index, hashes))
+                hashes = hashes[: len(runs[-1])]
+            if len(runs[0]) == len(hashes) and all(len(run) == len(hashes) for run in runs):
+                return CachedPrefix(tuple(runs), len(hashes) * self.block_size)
+
+    def prefix_may_have_grown(self, request: Request, num_cached_tokens: int) -> bool:
+        """Whether more may be cached than the `num_cached_tokens` found earlier. O(1); may say yes in vain."""
+        if len(self.groups) > 1 or self._has_windows:
+            return True
+        index = num_cached_tokens // self.block_size
+        if not self._reads_cache(request) or index >= (request.num_tokens - 1) // self.block_size:
+            return False
+        return self.pool.find_cached(request.block_hashes[index] + self._key_suffixes[0]) is not None
 
     def _cached_run(self, group_index: int, hashes: Sequence[bytes]) -> list[Block]:
         """The longest usable hit within `hashes` for one group: all of it, or the window at its end."""

@@ -43,6 +43,8 @@ class Scheduler:
         self._finished_ids: list[str] = []  # the runner has not been told yet
         self._preempted_ids: list[str] = []  # likewise
         self._ghosts: dict[str, int] = {}  # ended requests -> tokens that steps in flight still sample for them
+        # Who lacked blocks when it was tried last, how many were free then, and how many of its tokens were cached.
+        self._refused: tuple[Request, int, int] | None = None
         self._stats = SchedulerStats()
 
     # ---- requests in and out ----
@@ -214,6 +216,9 @@ class Scheduler:
             if request.num_in_flight:  # preempted while its newest token is being sampled: that one must be known
                 reason = WaitingReason.PREEMPTION
                 break
+            if self._is_still_refused(request):
+                reason = WaitingReason.KV_BLOCKS
+                break
             prefix = manager.find_cached_prefix(request)
             missing = request.num_tokens - prefix.num_tokens
             if not config.enable_chunked_prefill and missing > plan.left_tokens:
@@ -229,12 +234,27 @@ class Scheduler:
                 watermark_blocks=watermark if self.running else 0,
             )
             if blocks is None:
+                self._refused = (request, manager.pool.num_free_blocks, prefix.num_tokens)
                 reason = WaitingReason.KV_BLOCKS
                 break
             self.waiting.remove(request)
             self._start(plan, request, prefix.num_tokens, num_tokens, miss_reasons)
         if reason:
             self._set_waiting_reason(reason)
+
+    def _is_still_refused(self, request: Request) -> bool:
+        """Whether a request that lacked blocks certainly still does. O(1): a long one is not looked up every step.
+
+        As long as nobody is admitted, blocks that become free and a longer cached prefix are all that can help it.
+        """
+        if self._refused is None or not self.running or not self.config.scheduler_reserve_full_isl:
+            return False
+        refused, num_free_blocks, num_cached_tokens = self._refused
+        return (
+            refused is request
+            and self.kv_cache_manager.pool.num_free_blocks <= num_free_blocks
+            and not self.kv_cache_manager.prefix_may_have_grown(request, num_cached_tokens)
+        )
 
     def _start(
         self, plan: StepPlan, request: Request, num_cached: int, num_tokens: int, miss_reasons: dict[str, int]
@@ -248,6 +268,7 @@ class Scheduler:
                 stats.prefix_miss_reasons[reason] = stats.prefix_miss_reasons.get(reason, 0) + tokens
         else:  # found again or computed again: neither is news about the prefix cache
             stats.num_recomputed_tokens += request.num_tokens - num_cached
+        self._refused = None
         request.move_to(RequestStatus.RUNNING)
         request.waiting_reason = None
         self.running.append(request)

@@ -88,6 +88,38 @@ def test_an_attempt_that_was_refused_leaves_no_trace_in_the_figures() -> None:
     assert s.take_stats().prefix_cache_queries == 24
 
 
+def test_a_long_request_that_waits_for_blocks_is_not_looked_up_again_every_step() -> None:
+    s = make_scheduler(num_blocks=70, max_num_batched_tokens=256)
+    document = list(range(160))
+    s.add(make_request("in use", [*document, 1], max_tokens=30))
+    for _ in range(6):
+        run_step(s)
+    s.add(make_request("long", [*document, *range(1000, 1111)], max_tokens=2))  # 28 blocks more, 27 and less are free
+    pool, asked = s.kv_cache_manager.pool, []
+    find = pool.find_cached
+    pool.find_cached = lambda key: (asked.append(key), find(key))[1]  # type: ignore[method-assign]
+    run_step(s)
+    assert len(asked) > 40  # its whole prefix, once
+    asked.clear()
+    for _ in range(20):
+        run_step(s)
+        assert s.waiting_reason("long") is WaitingReason.KV_BLOCKS
+    assert len(asked) <= 20
+    assert len(run_all(s)["long"]) == 2
+
+
+def test_a_waiting_request_profits_at_once_from_a_prefix_that_another_one_computes() -> None:
+    s = make_scheduler(num_blocks=16, long_prefill_token_threshold=6)
+    document = list(range(40))
+    s.add(make_request("first", [*document, 1], max_tokens=6))
+    s.add(make_request("twin", [*document, *range(1000, 1018)], max_tokens=2))  # all 15 blocks, alone
+    assert list(scheduled(run_step(s)[0])) == ["first"]  # holds 2 blocks, one is full: 14 more are needed of 13
+    assert s.waiting_reason("twin") is WaitingReason.KV_BLOCKS
+    plan, _ = run_step(s)  # holds 3 full ones: 12 of 12
+    assert plan.new_requests[0].request_id == "twin" and plan.new_requests[0].num_computed_tokens == 12
+    assert {name: len(tokens) for name, tokens in run_all(s).items()} == {"first": 6, "twin": 2}
+
+
 # ---- preemption ----
 
 
@@ -240,6 +272,17 @@ def test_by_priority_one_that_preempts_itself_does_not_stop_those_behind_it() ->
         assert list(scheduled(run_step(s)[0])) == ["unimportant", "important"]
     plan, _ = run_step(s)  # all 5 blocks are held and the first in line needs one more
     assert plan.preempted_request_ids == ["unimportant"] and scheduled(plan) == {"important": 1}
+
+
+def test_nobody_is_passed_over_when_one_that_was_planned_is_taken_back() -> None:
+    s = make_scheduler(num_blocks=7, policy="priority")
+    s.add(make_request("low", 8, priority=9, max_tokens=8))
+    run_step(s)
+    s.add(make_request("high", 8, priority=0, max_tokens=8, arrival_s=1.0))
+    s.add(make_request("behind", 1, priority=1, max_tokens=8, arrival_s=2.0))
+    assert list(scheduled(run_step(s)[0])) == ["low", "high", "behind"]  # 3 + 2 + 1 blocks of 6
+    plan, _ = run_step(s)  # `high` needs a third
+    assert plan.preempted_request_ids == ["low"] and scheduled(plan) == {"high": 1, "behind": 1}
 
 
 def test_a_preempted_request_keeps_its_output_and_computes_it_again_with_its_prompt() -> None:

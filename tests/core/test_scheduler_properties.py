@@ -1,5 +1,7 @@
 """Random use of the whole core, with `check_integrity` after every operation, and the experiment of record."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,10 +45,30 @@ class CoreMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             **options,
         )
+        self.s._is_still_refused = self.checked(self.s._is_still_refused)  # type: ignore[method-assign]
         self.count = 0
         self.prompts: dict[str, list[int]] = {}
         self.generated: dict[str, list[int]] = {}
         self.ended: set[str] = set()
+
+    def checked(self, is_still_refused: Callable[[Request], bool]) -> Callable[[Request], bool]:
+        """What is not looked up again would be refused again."""
+
+        def check(request: Request) -> bool:
+            is_refused = is_still_refused(request)
+            if is_refused:
+                manager = self.s.kv_cache_manager
+                watermark = int(self.s.config.watermark * manager.pool.num_blocks)
+                prefix = manager.find_cached_prefix(request)
+                assert (
+                    manager.allocate_slots(
+                        request, 1, prefix, reserve_tokens=request.num_tokens, watermark_blocks=watermark
+                    )
+                    is None
+                )
+            return is_refused
+
+        return check
 
     @rule(
         shared=st.integers(0, 3),
