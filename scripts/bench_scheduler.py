@@ -3,7 +3,8 @@
 
 256-token prompts, no preemption, block size 16: the load under which vLLM 0.33's own scheduler was measured at
 0.51 / 2.1 / 9.2 ms for 64 / 256 / 1,024 running requests on this kind of machine. Also: context length, waiting
-requests and prefix-cache size, none of which may matter.
+requests and prefix-cache size, none of which may matter. Then what a new prompt costs when every block it takes evicts
+other content, twice round the pool, and what a long cached prompt costs that waits for blocks.
 """
 
 import argparse
@@ -69,6 +70,51 @@ def measure(num_running: int, prompt_tokens: int, num_waiting: int, num_blocks: 
     return times
 
 
+def measure_evictions(num_blocks: int, prompt_tokens: int, prompts: int) -> list[float]:
+    """Milliseconds to schedule each of `prompts` new prompts in a pool full of cached content."""
+    pool = BlockPool(num_blocks)
+    for round_number in range(2):  # the second round evicts all of the first: what is remembered of it is full too
+        blocks = pool.allocate(pool.num_free_blocks)
+        for block in blocks:
+            pool.register(block, b"%d/%d" % (round_number, block.block_id))
+        pool.free(reversed(blocks))
+    manager = KVCacheManager(pool, CacheConfig(block_size=BLOCK_SIZE), [KVCacheGroup((0,))])
+    config = SchedulerConfig(max_model_len=1 << 20, max_num_seqs=1, max_num_batched_tokens=prompt_tokens)
+    scheduler = Scheduler(config, manager)
+    times = []
+    for number in range(prompts):
+        tokens = [number * prompt_tokens + i for i in range(prompt_tokens)]
+        scheduler.add(Request(str(number), tokens, SamplingParams(max_tokens=1, temperature=0)))
+        started = time.perf_counter()
+        plan = scheduler.schedule()
+        times.append((time.perf_counter() - started) * 1e3)
+        scheduler.update(plan, sampled(plan, scheduler))
+    return times
+
+
+def measure_blocked(cached_tokens: int, steps: int) -> list[float]:
+    """Milliseconds of each schedule() of one decoding request while a prompt that shares its prefix lacks blocks."""
+    num_cached, free = cached_tokens // BLOCK_SIZE, 400
+    manager = KVCacheManager(BlockPool(2 * num_cached + 1000), CacheConfig(block_size=BLOCK_SIZE), [KVCacheGroup((0,))])
+    config = SchedulerConfig(max_model_len=1 << 20, max_num_seqs=2, max_num_batched_tokens=1 << 20)
+    scheduler = Scheduler(config, manager)
+    params = SamplingParams(max_tokens=1 << 19, temperature=0)
+    document = list(range(cached_tokens))
+    scheduler.add(Request("running", [*document, 1], params))
+    plan = scheduler.schedule()
+    scheduler.update(plan, sampled(plan, scheduler))
+    manager.pool.allocate(manager.pool.num_free_blocks - free)
+    scheduler.add(Request("blocked", [*document, *range(BLOCK_SIZE * (free + 1))], params))
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        plan = scheduler.schedule()
+        times.append((time.perf_counter() - started) * 1e3)
+        scheduler.update(plan, ModelRunnerOutput([7]))
+    assert scheduler.waiting
+    return times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=320)
@@ -93,8 +139,12 @@ def main() -> None:
                 "vllm_ms": VLLM_MS.get(running) if (prompt, waiting) == (256, 0) and blocks < 100_000 else None,
             }
         )
+    evictions = {
+        blocks: statistics.median(measure_evictions(blocks, 8192, 20)) for blocks in (10_000, 100_000, 1_000_000)
+    }
+    blocked = {tokens: statistics.median(measure_blocked(tokens, args.steps)) for tokens in (1_600, 16_000, 160_000)}
     if args.json:
-        json.dump(rows, sys.stdout, indent=2)
+        json.dump({"decoding": rows, "evicting_ms": evictions, "blocked_ms": blocked}, sys.stdout, indent=2)
         print()
         return
     table = Table(
@@ -116,7 +166,12 @@ def main() -> None:
             f"{vllm:.2f}" if vllm else "-",
             f"{row['mean_ms'] / vllm:.2f}" if vllm else "-",
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for blocks, median_ms in evictions.items():
+        console.print(f"a new prompt of 8,192 tokens in {blocks:,} cached blocks: {median_ms:.2f} ms", highlight=False)
+    for tokens, median_ms in blocked.items():
+        console.print(f"a step while a prompt with {tokens:,} cached tokens waits: {median_ms:.3f} ms", highlight=False)
 
 
 if __name__ == "__main__":
