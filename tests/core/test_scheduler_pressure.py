@@ -36,7 +36,7 @@ def test_admission_reserves_the_whole_prompt_although_only_a_chunk_is_scheduled(
 def test_what_is_reserved_is_the_sequence_with_its_output_less_what_is_cached() -> None:
     def admitted(num_free: int) -> bool:
         """A request of 13 tokens with its output: 4 blocks of 4, of which 2 are cached and in use elsewhere."""
-        s = make_scheduler(num_blocks=20, max_num_batched_tokens=8, max_num_seqs=4)
+        s = make_scheduler(num_blocks=20, long_prefill_token_threshold=1)  # the first chunk alone needs one block
         document = list(range(100, 108))
         s.add(make_request("keeps the document in use", [*document, 1], max_tokens=30))
         run_step(s)
