@@ -30,6 +30,7 @@ class KVCacheSpec:
     state_bytes: int | None = 0  # None: not known
     compress_ratio: int = 0
     indexer_bytes: int = 0  # included in bytes_per_token
+    mixer: str = ""  # of a recurrent layer: 'mamba2', 'gdn', ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def kv_cache_specs(shape: ModelShape, options: KVOptions) -> tuple[KVCacheSpec, 
                 hint="It must divide them or be a multiple of them.",
             )
         if layer.kind is LayerKind.STATE:
-            specs.append(KVCacheSpec(layer.index, layer.kind, state_bytes=_state_bytes(layer, options)))
+            state_bytes = _state_bytes(layer, options)
+            specs.append(KVCacheSpec(layer.index, layer.kind, state_bytes=state_bytes, mixer=layer.label))
         elif layer.compress_ratio or (
             layer.kind is LayerKind.SLIDING and not layer.value_dim and layer.num_kv_heads == 1
         ):

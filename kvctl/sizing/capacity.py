@@ -13,7 +13,7 @@ from kvctl.errors import ModelNotSupported
 from kvctl.model.kv_cache_spec import KVCacheSpec, marginal_bytes_per_token
 from kvctl.model.layer_shape import LayerKind
 from kvctl.sizing.blocks import blocks_of, chunk_blocks, concurrency, concurrency_in_tokens, longest, window_blocks
-from kvctl.sizing.engine_rules import EngineRules, mamba_blocks_per_request
+from kvctl.sizing.engine_rules import EngineRules, keeps_every_state, mamba_blocks_per_request
 
 STATE_ALIGN = 16  # tokens that a block grown to hold a state is a multiple of, where no kernel wants more
 _CELLS_MULTIPLE = 256  # llama.cpp rounds a window's cells up to this
@@ -31,6 +31,10 @@ class PoolGroup:
     window_tokens: int | None = None
     source_tokens: int | None = None
     padding_layers: int = 0
+    mixer: str = ""  # of a recurrent group
+    share_tokens: int = (
+        0  # of a recurrent group: tokens of an attention block, beside each of which a state may be kept
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Capacity:
 
 def _group_blocks(group: PoolGroup, num_tokens: int, limits: Limits, rules: EngineRules) -> int:
     if group.kind is LayerKind.STATE:
+        if group.share_tokens and keeps_every_state(rules, limits.prefix_caching, group.mixer):
+            return blocks_of(num_tokens, group.share_tokens)
         return mamba_blocks_per_request(rules, limits.prefix_caching)
     size = group.block_tokens
     if group.kind is LayerKind.CROSS:  # sized for the encoder's batch budget, not for one request's source
@@ -196,6 +202,7 @@ def _hybrid(
     page = max([size * s.bytes_per_token for s in attention] + [s.state_bytes or 0 for s in states if not attention])
     per_block = layers_per_block([len(layers) for layers in buckets.values()])
     groups = []
+    share = size if attention and states else 0
     for (kind, window, token_bytes), layers in sorted(buckets.items(), key=lambda item: item[0][0] not in _UNBOUNDED):
         count = -(-len(layers) // per_block)
         tokens = 0
@@ -206,7 +213,15 @@ def _hybrid(
             indices = tuple(s.layer_index for s in layers[i::count])
             groups.append(
                 PoolGroup(
-                    kind, indices, tokens, page * per_block, window, layers[0].source_tokens, per_block - len(indices)
+                    kind,
+                    indices,
+                    tokens,
+                    page * per_block,
+                    window,
+                    layers[0].source_tokens,
+                    per_block - len(indices),
+                    layers[0].mixer,
+                    share,
                 )
             )
     return groups

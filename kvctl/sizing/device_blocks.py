@@ -3,16 +3,19 @@
 Knows profiles and shapes; the blocks themselves are cut in capacity.py. Floor 1.
 """
 
+from math import lcm
+
 from kvctl.model.hardware import HardwareProfile
 from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
 from kvctl.sizing.capacity import STATE_ALIGN
-from kvctl.sizing.engine_rules import EngineRules
+from kvctl.sizing.engine_rules import EngineRules, keeps_every_state
 
 _FLASH_MLA_ELEMENTS = 576  # the entry of DeepSeek's models, the only one that FlashMLA takes
 _SERVER_BLACKWELL = frozenset({"blackwell", "blackwell-ultra"})  # not the GeForce and PRO cards
 _LATENT_ALIGN = 64
 _LARGE_BLOCK = 128
+_MAMBA2_CHUNK = 256  # transformers' default
 _TPU_SHARE, _TPU_LEAST, _TPU_MOST = 16, 16, 256
 
 
@@ -39,12 +42,17 @@ def default_block_tokens(
     return rules.latent_block_size if has_kernel else rules.block_size
 
 
-def state_alignment(shape: ModelShape, rules: EngineRules, hardware: HardwareProfile | None) -> int:
+def state_alignment(
+    shape: ModelShape, rules: EngineRules, hardware: HardwareProfile | None, prefix_caching: bool | None
+) -> int:
     """What the attention block of a model with recurrent layers is a multiple of.
 
     64 for latents; 32 for heads of 256 elements on data-centre Blackwell, whose kernels take no blocks of 16 there
-    (vLLM 0.11 on; FlashInfer issue 1993); else 16.
+    (vLLM 0.11 on; FlashInfer issue 1993); the kernel's chunk where a state is kept for every block; else 16.
     """
+    if any(keeps_every_state(rules, prefix_caching, layer.label) for layer in shape.layers):
+        chunk = shape.view.optional_int("mamba_chunk_size") or shape.view.optional_int("chunk_size") or _MAMBA2_CHUNK
+        return lcm(chunk, STATE_ALIGN)
     if any(layer.kind is LayerKind.MLA for layer in shape.layers):
         return _LATENT_ALIGN
     has_wide_heads = any(layer.kind is LayerKind.FULL and layer.key_dim == 256 for layer in shape.layers)

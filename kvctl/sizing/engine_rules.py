@@ -124,7 +124,7 @@ def _known_version(given: Version) -> tuple[Version, str]:
 
 
 def _other_rules(name: EngineName, given: Version) -> EngineRules:
-    sizes = {"kvctl": 16, "sglang": 1, "llama.cpp": 1, "trtllm": 32 if given >= (0, 18) else 64, "ideal": 1}
+    sizes = {"kvctl": 16, "sglang": 1, "llama.cpp": 1, "trtllm": 64 if given and given < (0, 18) else 32, "ideal": 1}
     is_kvctl = name == "kvctl"
     return EngineRules(
         name=name,
@@ -162,13 +162,23 @@ def latent_bytes(rules: EngineRules, *, entry_elements: int, num_heads_per_gpu: 
     return num_heads_per_gpu * 256 * 2 * element_bytes
 
 
+def keeps_every_state(rules: EngineRules, prefix_caching: bool | None, mixer: str) -> bool:
+    """Whether a state is kept for every block of tokens: Mamba 2 with prefix caching, in vLLM from 0.11.1 to 0.26.
+
+    Source: #25752 brought that mode ('all'), #50991 made 'align' the one for all models.
+    """
+    is_then = rules.name == "vllm" and (0, 11, 1) <= (rules.version or PINNED_VLLM) < (0, 27)
+    return is_then and mixer == "mamba2" and bool(prefix_caching)
+
+
 def mamba_blocks_per_request(rules: EngineRules, prefix_caching: bool | None) -> int:
     """Blocks that a recurrent group holds for one request: the state, and one more to restart from a prefix.
 
-    vLLM keeps the second with prefix caching ('align' mode). On hybrids that is its default since 0.27 (#50991); from
-    0.21 on all logs known here ran with it, before that a log without it counts one (issue 40691). An explicit choice
-    wins.
+    vLLM keeps the second with prefix caching ('align' mode, from 0.15 on; before, it switched the caching off). On
+    hybrids that is its default since 0.27 (#50991); from 0.21 on all logs known here ran with it, before that a log
+    without it counts one (issue 40691). An explicit choice wins.
     """
     if prefix_caching is None:
         return rules.recurrent_blocks
-    return 2 if prefix_caching else 1
+    knows_align = rules.name != "vllm" or (rules.version or PINNED_VLLM) >= (0, 15)
+    return 2 if prefix_caching and knows_align else 1

@@ -152,7 +152,7 @@ def size_up(request: SizeRequest) -> SizeAnswer:
     specs = _stage(all_specs, shape.num_layers, request.parallel.pipeline)
     counted = all_specs if rules.fit_counts_all_stages else specs  # what this version sets against one GPU
     block_size = request.block_size or default_block_tokens(shape, rules, request.hardware, max_model_len)
-    alignment = state_alignment(shape, rules, request.hardware)
+    alignment = state_alignment(shape, rules, request.hardware, request.prefix_caching)
     pool, pool_error = _pool(specs, rules, block_size, alignment)
     checked = pool  # what the fit check sets against the memory
     if rules.fit_counts_all_stages and request.parallel.pipeline > 1:

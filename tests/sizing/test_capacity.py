@@ -150,7 +150,7 @@ layers = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     layers, st.integers(0, 1 << 26), st.integers(1, 5000), st.sampled_from(["kvctl", "vllm@0.11", "vllm@0.7", "sglang"])
 )

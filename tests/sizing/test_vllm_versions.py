@@ -223,3 +223,40 @@ def test_a_vllm_on_a_cpu_has_blocks_of_128_tokens() -> None:
     )
     assert block_tokens(answer) == 128
     assert (held(answer).num_blocks, held(answer).kv_tokens, held(answer).max_concurrency) == (728, 93_184, 45.5)
+
+
+def test_prefix_caching_of_mamba_2_kept_every_state_until_0_26() -> None:
+    """#25752: a state of Granite's size wants 394 tokens; with the kernel's chunks of 256 a block has 512."""
+    granite = {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "hidden_size": 1536,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 256,
+        "torch_dtype": "bfloat16",
+    }
+    length = 131_072
+    for version, caching, block, state_blocks in (
+        ("0.12", None, 400, 1),
+        ("0.12", True, 512, length // 512),
+        ("0.27", True, 400, 2),
+    ):
+        answer = ask(granite, version, prefix_caching=caching, max_model_len=length)
+        assert block_tokens(answer) == block
+        assert answer.pool is not None
+        groups = len(answer.pool.groups) - 1
+        assert answer.pool.blocks_per_request(length, answer.limits) == -(-length // block) + groups * state_blocks
+
+
+def test_linear_attention_had_no_prefix_caching_before_0_15() -> None:
+    for version, blocks in (("0.14", 1), ("0.15", 2)):
+        answer = ask(QWEN3_NEXT, version, prefix_caching=True, max_model_len=54_400)
+        assert answer.pool is not None
+        assert answer.pool.blocks_per_request(54_400, answer.limits) == 100 + 3 * blocks
