@@ -13,7 +13,7 @@ from kvctl.core.step import EngineOutput, StepResult
 from kvctl.engine.detokenizer import IncrementalDetokenizer, StopStringMatcher
 from kvctl.engine.engine_metrics import EngineMetrics
 from kvctl.engine.request_output import RequestOutput
-from kvctl.engine.tokenizer import Tokenizer
+from kvctl.engine.tokenizer import Tokenizer, is_tokenizer_error
 from kvctl.engine.wire import EngineRequest
 from kvctl.errors import InvalidRequest, KvctlError
 from kvctl.metrics.timeline import RequestTimeline
@@ -186,7 +186,9 @@ class OutputProcessor:
             try:
                 if self._process_one(child, output, now_s):
                     to_abort.append(output.request_id)
-            except Exception as error:  # a bug in the text of one request must not stop the others
+            except BaseException as error:  # what is wrong with the text of one request must not stop the others
+                if not is_tokenizer_error(error):
+                    raise
                 to_abort += self.fail(
                     child.parent.request_id,
                     KvctlError(f"the request's output could not be read: {type(error).__name__}: {error}"),

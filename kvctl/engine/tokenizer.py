@@ -19,12 +19,19 @@ from kvctl.errors import InvalidRequest, ModelBroken
 Message = Mapping[str, Any]
 
 
+def is_tokenizer_error(error: BaseException) -> bool:
+    """Whether it may come out of the tokenizers package: a bare Exception, or a panic, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
             return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception for whatever it cannot read
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
             raise ModelBroken(f"{path} cannot be read: {error}", hint="Fetch the model again.") from error
     if not folder.is_dir():
         raise ModelBroken(f"there is no model folder {folder}", hint="Give a folder, a hub id or a .gguf file.")
@@ -109,7 +116,9 @@ class Tokenizer:
         backend = _load_backend(folder)
         try:
             return cls(backend, config=config, chat_template=template)
-        except (ValueError, TypeError, AttributeError) as error:
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
             raise ModelBroken(
                 f"{folder / 'tokenizer_config.json'}: added_tokens_decoder or a special token is not as it should be: "
                 f"{error}",
@@ -122,7 +131,7 @@ class Tokenizer:
         """Turn text into token ids; `add_special_tokens` adds what the model wants around a prompt (a BOS).
 
         Raises:
-            InvalidRequest: the text holds half a surrogate pair, which no UTF-8 has.
+            InvalidRequest: the text holds half a surrogate pair, which no UTF-8 has, or the tokenizer fails on it.
         """
         try:
             text.encode("utf-8")
@@ -132,7 +141,13 @@ class Tokenizer:
                 f"{error.start}",
                 param="prompt",
             ) from None
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:  # the only way of the package that lets other threads run meanwhile
+            [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            raise InvalidRequest(f"the model's tokenizer fails on this text: {error}", param="prompt") from error
+        ids: list[int] = encoding.ids
         if add_special_tokens and self._forced_bos is not None:
             starts_with_bos = bool(ids) and ids[0] == self.bos_token_id
             if self._forced_bos and not starts_with_bos and self.bos_token_id is not None:
@@ -142,9 +157,18 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Turn token ids into text. Ids that no token has give nothing."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """Turn token ids into text. Ids that no token has give nothing.
+
+        Raises:
+            InvalidRequest: the tokenizer fails on them.
+        """
+        try:
+            texts: list[str] = self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
+            raise InvalidRequest(f"the model's tokenizer fails on these tokens: {error}", param="tokens") from error
+        return texts[0]
 
     def _token_text(self, token_id: int) -> str:
         """Return the text of one token, as in the middle of a sentence (cached as `token_text`)."""

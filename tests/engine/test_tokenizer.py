@@ -2,11 +2,14 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from kvctl.engine.tokenizer import Tokenizer
@@ -80,6 +83,25 @@ def test_loading_imports_no_transformers(folder):
 def test_half_a_surrogate_pair_is_the_callers_fault(tokenizer, text):
     with pytest.raises(InvalidRequest, match="surrogate"):
         tokenizer.encode(text)
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_the_callers_fault():
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0}))  # raises for what is no word: it has no token for that
+    with pytest.raises(InvalidRequest, match="UNK") as caught:
+        Tokenizer(words).encode("b")
+    assert caught.value.param == "prompt"
+    slow = tokenizers.Tokenizer(models.BPE({"a": 0}, []))  # panics, which is no Exception, after 10 million steps
+    slow.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    with pytest.raises(InvalidRequest, match="retry-limit"):
+        Tokenizer(slow).encode("a" * 28 + "b")
+    with pytest.raises(InvalidRequest, match="too large"):
+        Tokenizer(slow).decode([2**40])
+
+
+def test_a_tokenizer_that_cannot_encode_is_named_at_the_start(tmp_path):
+    words = tokenizers.Tokenizer(models.WordLevel({"<s>": 0}))
+    with pytest.raises(ModelBroken, match="UNK"):
+        Tokenizer.load(write(tmp_path, words, bos_token="<s>", add_bos_token=True))
 
 
 def test_a_bos_is_added_where_the_model_wants_one(tmp_path):
@@ -175,3 +197,23 @@ def test_special_tokens_are_variables_of_the_template(folder):
     )
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], variables={"extra": 7})
     assert text == "<s>hi</s>7"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized_and_put_together_again():
+    """In a server they send everybody else's tokens."""
+    tokenizer = BYTES
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+
+    def turns_while(work, *arguments):
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(work, *arguments)
+            turns = 0
+            while not working.done():
+                time.sleep(0.0005)
+                turns += 1
+        return turns, working.result()
+
+    turns, ids = turns_while(tokenizer.encode, text)
+    assert turns > 20
+    turns, again = turns_while(tokenizer.decode, ids)
+    assert turns > 5 and again == text
