@@ -8,7 +8,6 @@ from starlette.responses import Response
 from kvctl.server.chunks import ChatChunks, PromptText, ResponseMeta
 from kvctl.server.collect import CollectedChoice, CollectedPrompt
 from kvctl.server.context import ServingContext
-from kvctl.server.errors import json_response
 from kvctl.server.generation import (
     begin,
     chunk_options,
@@ -18,6 +17,7 @@ from kvctl.server.generation import (
     tokens_as_ids,
     total_usage,
 )
+from kvctl.server.json_answer import json_answer
 from kvctl.server.logprobs import LogprobFormatter, shape_prompt_logprobs
 from kvctl.server.prompts import check_conversation, check_fits, encode, plain_messages, template_arguments, truncate
 from kvctl.server.protocol import ChatCompletionRequest, ChatFields
@@ -74,7 +74,7 @@ async def create_chat_completion(context: ServingContext, http: Request, body: C
     if body.stream:
         return stream_response(context, streams, ChatChunks(meta, [prompt], options, context.texts, role=role))
     [collected] = await collect_response(context, http, meta, streams)
-    return json_response(chat_object(context, body, meta, prompt, collected, role))
+    return await json_answer(lambda: chat_object(context, body, meta, prompt, collected, role), collected.num_logprobs)
 
 
 def chat_object(

@@ -45,6 +45,16 @@ class CollectedPrompt:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
+    def num_logprobs(self) -> int:
+        """How many log probabilities it holds, about."""
+        positions = [
+            *(self.prompt_logprobs or ())[1:2],
+            *(choice.logprobs[0] for choice in self.choices if choice.logprobs),
+        ]
+        width = max((len(position.token_ids) for position in positions if position is not None), default=0)
+        return width * (len(self.prompt_logprobs or ()) + sum(len(choice.logprobs) for choice in self.choices))
+
+    @property
     def num_cached_tokens(self) -> int:
         """What the prefix cache held before this request: later choices find what the first one computed."""
         return min(choice.num_cached_tokens for choice in self.choices)

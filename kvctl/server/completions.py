@@ -15,7 +15,6 @@ from kvctl.errors import FeatureNotServed
 from kvctl.server.chunks import CompletionChunks, PromptText, ResponseMeta
 from kvctl.server.collect import CollectedChoice, CollectedPrompt
 from kvctl.server.context import ServingContext
-from kvctl.server.errors import json_response
 from kvctl.server.exchange import OutputStream
 from kvctl.server.generation import (
     begin,
@@ -26,6 +25,7 @@ from kvctl.server.generation import (
     tokens_as_ids,
     total_usage,
 )
+from kvctl.server.json_answer import json_answer
 from kvctl.server.logprobs import LogprobFormatter, shape_prompt_logprobs
 from kvctl.server.prompts import check_fits, encode, truncate
 from kvctl.server.protocol import CompletionRequest
@@ -98,7 +98,8 @@ async def create_completion(context: ServingContext, http: Request, body: Comple
     if body.stream:
         return stream_response(context, streams, CompletionChunks(meta, prompts, options, context.texts))
     collected = await collect_response(context, http, meta, streams)
-    return json_response(completion_object(context, body, meta, prompts, collected))
+    num_values = sum(result.num_logprobs for result in collected)
+    return await json_answer(lambda: completion_object(context, body, meta, prompts, collected), num_values)
 
 
 def completion_object(

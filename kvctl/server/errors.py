@@ -4,7 +4,6 @@ Turns the KvctlError tree, pydantic's complaints and HTTP-level trouble into a s
 route. Floor 3.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
 from kvctl.errors import InvalidRequest, KvctlError, QueueFull
+from kvctl.server.json_answer import dump_json
 
 MAX_LISTED_ERRORS = 10
 MAX_SHOWN_INPUT_CHARS = 120
@@ -59,8 +59,7 @@ def error_object(message: str, kind: str, param: str | None, code: int) -> dict[
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Answer with JSON; NaN and infinity cannot get in."""
-    content = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
-    return Response(content, status, headers, "application/json")
+    return Response(dump_json(body).encode("utf-8", "replace"), status, headers, "application/json")
 
 
 def describe(error: Exception) -> dict[str, Any]:

@@ -155,6 +155,14 @@ async def test_logprobs_of_a_stream_keep_counting_the_offset(client):
     assert events[0]["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -1.5}]
 
 
+async def test_many_prompt_logprobs_are_written_as_few_are(client):
+    body = {"max_tokens": 2, "prompt_logprobs": 20, "logprobs": 20}
+    [few] = (await complete(client, prompt="ab", **body))["choices"]
+    [many] = (await complete(client, prompt="ab" * 100, **body))["choices"]  # over the limit of what is written inline
+    assert many["prompt_logprobs"][:2] == few["prompt_logprobs"] and len(many["prompt_logprobs"]) == 200
+    assert many["logprobs"] == few["logprobs"]
+
+
 async def test_prompt_logprobs_have_rank_and_text_per_token_id(client):
     [choice] = (await complete(client, prompt="ab", max_tokens=1, prompt_logprobs=1))["choices"]
     assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
