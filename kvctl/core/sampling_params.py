@@ -10,6 +10,7 @@ from kvctl.errors import InvalidRequest
 
 MIN_TEMPERATURE = 0.01  # smaller ones overflow in half precision; 0 itself means greedy
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 16_384  # of all of them: half a match of a long one is searched while everybody's streams wait
 
 
 def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -82,6 +83,9 @@ class SamplingParams:
             raise InvalidRequest("stop must not hold an empty string", param="stop")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop holds {len(self.stop)} strings, {MAX_STOP_STRINGS} are allowed", param="stop")
+        num_chars = sum(map(len, self.stop))
+        if num_chars > MAX_STOP_CHARS:
+            raise InvalidRequest(f"stop holds {num_chars} characters, {MAX_STOP_CHARS} are allowed", param="stop")
         if any(not text for text in self.bad_words):
             raise InvalidRequest("bad_words must not hold an empty string", param="bad_words")
         for name in ("logprobs", "prompt_logprobs"):

@@ -32,6 +32,7 @@ from kvctl.errors import InvalidRequest
         ("logprobs", -2),
         ("prompt_logprobs", -2),
         ("stop", ("x",) * 65),
+        ("stop", ("x" * 8192, "y" * 8193)),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
