@@ -96,7 +96,7 @@ void kvctl_linear(int dtype, const void* x, int64_t x_stride, int64_t rows, cons
 }
 
 void kvctl_stack(int dtype, const stack::Model* model, const stack::Step* step, int num_threads) {
-    BY_DTYPE((stack::Pass<E>{*model, *step, num_threads}.run()));
+    BY_DTYPE((stack::Pass<E>{*model, *step, num_threads, step->num_tokens}.run()));
 }
 
 }  // extern "C"

@@ -46,8 +46,10 @@ struct Group {
 
 struct Step {
     const void* x;   // [T, hidden_size]: embeddings
-    void* added;     // [T, hidden_size]: what the last layer adds
+    void* added;     // [T, hidden_size]: what the last layer adds; its first num_rows are the result
     void* residual;  // [T, hidden_size]: the stream before it
+    const int64_t* rows;  // [num_rows], rising: whose result is wanted, each the last token of its request
+    int64_t num_rows;     // num_tokens: all, and `rows` is not read
     const int64_t* positions;
     const int32_t* query_start_loc;
     const int32_t* seq_lens;
@@ -62,15 +64,16 @@ struct Pass {
     const Model& model;
     const Step& step;
     const int num_threads;
+    int64_t num_tokens;  // that the rest of the layer works on
 
     void norm(const void* x, const void* residual, const void* weight, void* out) const {
         elementwise::rms_norm<E>((const T*)x, model.hidden_size, (const T*)residual, (T*)step.residual,
-                                 (const T*)weight, (T*)out, step.num_tokens, 1, 0, model.hidden_size, model.eps,
+                                 (const T*)weight, (T*)out, num_tokens, 1, 0, model.hidden_size, model.eps,
                                  num_threads);
     }
 
     void head_norm(const T* x, int64_t x_stride, int heads, const void* weight, T* out) const {
-        elementwise::rms_norm<E>(x, x_stride, nullptr, nullptr, (const T*)weight, out, step.num_tokens, heads,
+        elementwise::rms_norm<E>(x, x_stride, nullptr, nullptr, (const T*)weight, out, num_tokens, heads,
                                  model.head_dim, model.head_dim, model.eps, num_threads);
     }
 
@@ -78,10 +81,27 @@ struct Pass {
         const int64_t words = inputs / E::per_word;
         linear::multiply(
             linear::Product<E>{(const uint32_t*)x, words, by.packed, words, by.bias, (T*)y, outputs, outputs},
-            step.num_tokens, num_threads);
+            num_tokens, num_threads);
     }
 
-    void run() const {
+    // Keep the wanted rows only, at the front.
+    void keep(T* data, int64_t stride, int64_t width) const {
+        for (int64_t i = 0; i < step.num_rows; i++)
+            if (step.rows[i] != i) memmove(data + i * stride, data + step.rows[i] * stride, sizeof(T) * width);
+    }
+
+    // Where each request's wanted row begins among them: it has one or none.
+    std::vector<int32_t> starts_of_rows() const {
+        std::vector<int32_t> starts{0};
+        int64_t i = 0;
+        for (int32_t r = 0; r < step.num_requests; r++) {
+            if (i < step.num_rows && step.rows[i] < step.query_start_loc[r + 1]) i++;
+            starts.push_back((int32_t)i);
+        }
+        return starts;
+    }
+
+    void run() {
         static thread_local attention::Scratch memory;
         const int64_t tokens = step.num_tokens, hidden = model.hidden_size, inner = model.intermediate_size;
         const int64_t query_size = (int64_t)model.num_heads * model.head_dim;
@@ -111,6 +131,7 @@ struct Pass {
         attend.scale = model.scale;
         attend.soft_cap = model.soft_cap;
 
+        std::vector<int32_t> starts;
         memcpy(step.residual, step.x, sizeof(T) * tokens * hidden);
         for (int i = 0; i < model.num_layers; i++) {
             const Layer& layer = model.layers[i];
@@ -144,6 +165,15 @@ struct Pass {
             attend.block_tables = group.block_tables;
             attend.table_stride = group.table_stride;
             attend.window = layer.window;
+            if (i + 1 == model.num_layers && step.num_rows < tokens) {
+                // Keys and values of all tokens are stored; nobody reads what else this layer makes of the other ones.
+                keep(query, query_stride, query_size);
+                keep(static_cast<T*>(step.residual), hidden, hidden);
+                starts = starts_of_rows();
+                attend.query_start_loc = starts.data();
+                plans[layer.group] = {};
+                num_tokens = step.num_rows;
+            }
             attention::Plan& plan = plans[layer.group];  // one window per group, so one plan for all its layers
             if (plan.tasks.empty()) plan = attention::plan(attend, num_threads);
             attention::run_plan<E>(attend, plan, num_threads);
@@ -153,9 +183,9 @@ struct Pass {
             norm(step.added, step.residual, layer.mlp_norm, normed);
             multiply(normed, hidden, layer.gate_up, gate_up, 2 * inner);
             if (model.is_gelu)
-                elementwise::gate<E, true>(gate_up, 2 * inner, gated, tokens, inner, num_threads);
+                elementwise::gate<E, true>(gate_up, 2 * inner, gated, num_tokens, inner, num_threads);
             else
-                elementwise::gate<E, false>(gate_up, 2 * inner, gated, tokens, inner, num_threads);
+                elementwise::gate<E, false>(gate_up, 2 * inner, gated, num_tokens, inner, num_threads);
             multiply(gated, inner, layer.down, step.added, hidden);
             if (layer.mlp_out_norm) norm(step.added, nullptr, layer.mlp_out_norm, step.added);
         }

@@ -114,6 +114,8 @@ class _Step(ctypes.Structure):
         ("x", c_void_p),
         ("added", c_void_p),
         ("residual", c_void_p),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
         ("positions", c_void_p),
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
@@ -204,10 +206,13 @@ class NativeStack:
         self._model_address = ctypes.addressof(self._model)
         self._step_address = ctypes.addressof(self._step)
 
-    def __call__(self, x: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, positions: Tensor, metadata: Sequence[AttentionMetadata], rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run all layers over contiguous x [T, hidden_size]; one metadata per KV cache group.
 
-        Returns (what the last layer's MLP adds, the residual stream before it), both like x.
+        Returns (what the last layer's MLP adds, the residual stream before it), both like x; or only their `rows`, int64
+        [S] rising, each the last token of its request: most of the last layer is then left out for the others.
 
         Raises:
             ValueError: x is not what the layers take.
@@ -225,10 +230,12 @@ class NativeStack:
         step.x = x.data_ptr()
         step.added = added.data_ptr()
         step.residual = residual.data_ptr()
+        step.rows = None if rows is None else rows.data_ptr()
+        step.num_rows = len(x) if rows is None else len(rows)
         step.positions = positions.data_ptr()
         step.query_start_loc = first.query_start_loc.data_ptr()
         step.seq_lens = first.seq_lens.data_ptr()
         step.num_tokens = len(x)
         step.num_requests = len(first.query_lens_list)
         self._run(self._code, self._model_address, self._step_address, self._threads)
-        return added, residual
+        return (added, residual) if rows is None else (added[: len(rows)], residual[: len(rows)])

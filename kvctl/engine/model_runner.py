@@ -75,13 +75,18 @@ class TorchModelRunner:
 
     def _logits(self, inputs: StepInputs, output: ModelRunnerOutput) -> Tensor:
         """Run the model; return scores of the rows to sample from. Prompt logprobs that are complete go to `output`."""
+        scored = inputs.prompt_pieces  # their tokens' results are needed, too
         added, residual = self._model.forward(
-            inputs.token_ids, inputs.positions, self._kv_cache.layers, inputs.metadata
+            inputs.token_ids,
+            inputs.positions,
+            self._kv_cache.layers,
+            inputs.metadata,
+            None if scored else inputs.logit_rows,
         )
-        if inputs.prompt_pieces:
+        if scored:
             output.prompt_logprobs = self._prompt_logprobs(inputs, added, residual)
-        if inputs.logit_rows is not None:
-            added, residual = added.index_select(0, inputs.logit_rows), residual.index_select(0, inputs.logit_rows)
+            if inputs.logit_rows is not None:
+                added, residual = added.index_select(0, inputs.logit_rows), residual.index_select(0, inputs.logit_rows)
         return self._model.logits(added, residual)
 
     def _sample(self, logits: Tensor, inputs: StepInputs, output: ModelRunnerOutput) -> list[int]:

@@ -79,7 +79,15 @@ def run(config, dtype, threads, kv_dtype=None, cpu_kernels="native"):
     )
     ids = torch.randint(0, config.vocab_size, (len(positions),), generator=generator)
     with torch.inference_mode():
+        before = [(kv.k_cache.clone(), kv.v_cache.clone()) for kv in cache.layers]
         result = decoder.forward(ids, positions, cache.layers, metadata)
+        for wanted in ([0, 2, 4], [0, 1, 2, 3, 4], [3], []):  # requests whose last token's result is asked for
+            for kv, (k_cache, v_cache) in zip(cache.layers, before, strict=True):  # the groups' blocks overlap here
+                kv.k_cache.copy_(k_cache)
+                kv.v_cache.copy_(v_cache)
+            rows = torch.tensor(QUERY_LENS).cumsum(0)[wanted] - 1
+            some = decoder.forward(ids, positions, cache.layers, metadata, rows)
+            assert all(torch.equal(part, whole[rows]) for part, whole in zip(some, result, strict=True)), wanted
         again = decoder.forward(ids[:1], positions[:1], cache.layers, [shortened(meta) for meta in metadata])
     return (*result, *again), cache, decoder
 

@@ -60,13 +60,16 @@ class Decoder:
         positions: Tensor,
         kv_layers: Sequence[LayerKV],
         metadata: Sequence[AttentionMetadata],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers over int64 [num_tokens]; `metadata` has one entry per KV cache group.
 
         Returns (added, residual), each [num_tokens, hidden_size]: their sum is the hidden state before the last
         norm. `logits` takes rows of both, so that the norm and the output matrix run only where they are needed.
+        Where only some are needed, and each is the last token of its request, `rows` (int64 [S], rising) says so:
+        both are then [S, hidden_size].
         """
-        return self._layers(self._embedding(token_ids), positions, kv_layers, metadata)
+        return self._layers(self._embedding(token_ids), positions, kv_layers, metadata, rows)
 
     def logits(self, added: Tensor, residual: Tensor) -> Tensor:
         """Scores of the next token, [num_rows, vocab_size] in the model's dtype, for rows of `forward`'s result."""

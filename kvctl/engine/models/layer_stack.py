@@ -43,11 +43,17 @@ class LayerStack(Protocol):
     """All layers of a model."""
 
     def __call__(
-        self, x: Tensor, positions: Tensor, kv_layers: Sequence[LayerKV], metadata: Sequence[AttentionMetadata]
+        self,
+        x: Tensor,
+        positions: Tensor,
+        kv_layers: Sequence[LayerKV],
+        metadata: Sequence[AttentionMetadata],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Embeddings x [num_tokens, hidden_size]; returns (what the last MLP adds, the residual stream before it).
 
-        `metadata` has one entry per KV cache group.
+        `metadata` has one entry per KV cache group. `rows`, int64 [S] rising: only these tokens' results are wanted; each
+        is the last one of its request in this step.
         """
 
 
@@ -109,14 +115,19 @@ class PerOperationStack:
         self._layers = tuple(DecoderLayer(config, index, layer, ops) for index, layer in enumerate(weights))
 
     def __call__(
-        self, x: Tensor, positions: Tensor, kv_layers: Sequence[LayerKV], metadata: Sequence[AttentionMetadata]
+        self,
+        x: Tensor,
+        positions: Tensor,
+        kv_layers: Sequence[LayerKV],
+        metadata: Sequence[AttentionMetadata],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `LayerStack`."""
         residual: Tensor | None = None
         for layer, kv in zip(self._layers, kv_layers, strict=True):
             x, residual = layer(x, residual, positions, kv, metadata[kv.group])
         assert residual is not None  # a config has at least one layer
-        return x, residual
+        return (x, residual) if rows is None else (x.index_select(0, rows), residual.index_select(0, rows))
 
 
 class NativeLayerStack:
@@ -140,14 +151,19 @@ class NativeLayerStack:
         self._native: NativeStack | None = None
 
     def __call__(
-        self, x: Tensor, positions: Tensor, kv_layers: Sequence[LayerKV], metadata: Sequence[AttentionMetadata]
+        self,
+        x: Tensor,
+        positions: Tensor,
+        kv_layers: Sequence[LayerKV],
+        metadata: Sequence[AttentionMetadata],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `LayerStack`."""
         if kv_layers is not self._kv_layers:
             self._attach(kv_layers)
         if self._native is None:
-            return self._otherwise(x, positions, kv_layers, metadata)
-        return self._native(x, positions, metadata)
+            return self._otherwise(x, positions, kv_layers, metadata, rows)
+        return self._native(x, positions, metadata, rows)
 
     def _attach(self, kv_layers: Sequence[LayerKV]) -> None:
         self._kv_layers = kv_layers
