@@ -5,11 +5,13 @@ Floor 2.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvctl.core.step import TokenLogprobs
+from kvctl.engine.device import download, upload
 
 _ROWS_AT_ONCE = 64  # bounds the float32 copy: 64 x vocabulary
 
@@ -17,30 +19,45 @@ _ROWS_AT_ONCE = 64  # bounds the float32 copy: 64 x vocabulary
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     """Describe `token_ids[i]` under logits[i]: logits [T, V] of any dtype, num_logprobs[i] others, -1 for all.
 
-    Rank 1 is the most likely token; tokens as likely as the chosen one do not lower its rank.
+    Rank 1 is the most likely token; tokens as likely as the chosen one do not lower its rank. On a GPU the host waits
+    once for all of them.
     """
-    vocab_size = logits.shape[1]
-    counts = [vocab_size if count < 0 else min(count, vocab_size) for count in num_logprobs]
-    result: list[TokenLogprobs] = []
-    for first in range(0, len(token_ids), _ROWS_AT_ONCE):
-        last = min(first + _ROWS_AT_ONCE, len(token_ids))
-        logprobs = torch.log_softmax(logits[first:last].float(), dim=-1)
-        chosen_ids = torch.tensor(list(token_ids[first:last]), dtype=torch.int64, device=logits.device).unsqueeze(1)
-        chosen = logprobs.gather(1, chosen_ids)
-        ranks = ((logprobs > chosen).sum(dim=-1) + 1).tolist()
-        chosen_values = chosen.squeeze(1).tolist()
-        widest = max(counts[first:last])
-        if widest:
-            best = logprobs.topk(widest, dim=-1)
-            best_values, best_ids = best.values.tolist(), best.indices.tolist()
-        for row in range(last - first):
-            count = counts[first + row]
-            others = (best_ids[row][:count], best_values[row][:count]) if count else ([], [])
-            result.append(
-                TokenLogprobs(
-                    token_ids=[token_ids[first + row], *others[0]],
-                    logprobs=[chosen_values[row], *others[1]],
-                    rank=ranks[row],
-                )
-            )
-    return result
+    chosen = upload(torch.tensor(list(token_ids), dtype=torch.int64), logits.device)
+    found = download(measure_logprobs(logits, chosen, num_logprobs))
+    return collect_logprobs(found, token_ids, num_logprobs, logits.shape[1])
+
+
+def measure_logprobs(logits: Tensor, chosen: Tensor, num_logprobs: Sequence[int]) -> list[Tensor]:
+    """The device's part of `token_logprobs`, without a wait: for each _ROWS_AT_ONCE rows the chosen tokens'
+    log probabilities and ranks, and values and ids of the most likely tokens.
+    """
+    found: list[Tensor] = []
+    for first in range(0, len(num_logprobs), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        logprobs = torch.log_softmax(logits[part].float(), dim=-1)
+        own = logprobs.gather(1, chosen[part].unsqueeze(1))
+        best = logprobs.topk(max(_counts(num_logprobs[part], logits.shape[1])), dim=-1)
+        found += [own.squeeze(1), (logprobs > own).sum(dim=-1) + 1, best.values, best.indices]
+    return found
+
+
+def collect_logprobs(
+    found: Sequence[Tensor], token_ids: Sequence[int], num_logprobs: Sequence[int], vocab_size: int
+) -> list[TokenLogprobs]:
+    """The host's part: what `measure_logprobs` found, on the CPU, as one object per token."""
+    values, ranks = _concatenated(found[0::4]), _concatenated(found[1::4])
+    best_values, best_ids = _concatenated(found[2::4]), _concatenated(found[3::4])
+    return [
+        TokenLogprobs([token, *ids[:count]], [value, *others[:count]], rank)
+        for token, count, value, rank, others, ids in zip(
+            token_ids, _counts(num_logprobs, vocab_size), values, ranks, best_values, best_ids, strict=True
+        )
+    ]
+
+
+def _counts(num_logprobs: Sequence[int], vocab_size: int) -> list[int]:
+    return [vocab_size if count < 0 else min(count, vocab_size) for count in num_logprobs]
+
+
+def _concatenated(parts: Sequence[Tensor]) -> list[Any]:
+    return [entry for part in parts for entry in part.tolist()]

@@ -24,9 +24,9 @@ from torch import Tensor
 from kvctl.core.sampling_params import SamplingParams
 from kvctl.core.step import TokenLogprobs
 from kvctl.engine.config import CpuKernels
-from kvctl.engine.device import upload
-from kvctl.engine.logprobs import token_logprobs
-from kvctl.engine.sampler_random import filtered_race, keys_tensor, mix64, race, token_key
+from kvctl.engine.device import download, upload
+from kvctl.engine.logprobs import collect_logprobs, measure_logprobs
+from kvctl.engine.sampler_random import filtered_race, first_look, keys_tensor, mix64, race, token_key
 from kvctl.engine.sampler_row import SamplingRow
 from kvctl_kernels.cpu_build import NativeUnavailable, load_native
 from kvctl_kernels.cpu_sampling import NativeSampling
@@ -41,7 +41,10 @@ class SamplingKernels(Protocol):
         """Index of the largest logit of each row [R, V], the first of equal ones: int64 [R]."""
 
     def draw(self, scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """Draw a token per row, as `sampler_random.filtered_race` describes."""
+        """Draw a token per row, as `sampler_random.filtered_race` describes. The last three are on the CPU.
+
+        A token of -1 is still open: `filtered_race` is to be asked for it.
+        """
 
 
 class TorchSampling:
@@ -58,13 +61,15 @@ class TorchSampling:
         """See `SamplingKernels`."""
         filtered = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
         limited, free = filtered.nonzero().squeeze(1), (~filtered).nonzero().squeeze(1)
+        if not len(limited):
+            return self._race(scaled, keys)
+        top_k, top_p, min_p = (upload(x[limited], scaled.device) for x in (top_k, top_p, min_p))
+        if not len(free):
+            return first_look(scaled, keys, top_k, top_p, min_p)
+        limited, free = upload(limited, scaled.device), upload(free, scaled.device)
         tokens = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
-        if len(free):
-            tokens[free] = self._race(scaled[free], keys[free])
-        if len(limited):
-            tokens[limited] = filtered_race(
-                scaled[limited], keys[limited], top_k[limited], top_p[limited], min_p[limited]
-            )
+        tokens[free] = self._race(scaled[free], keys[free])
+        tokens[limited] = first_look(scaled[limited], keys[limited], top_k, top_p, min_p)
         return tokens
 
 
@@ -105,6 +110,7 @@ class SamplingBatch:
         "greedy",
         "is_plain_greedy",
         "min_p",
+        "num_logprobs",
         "processed",
         "random",
         "rows",
@@ -118,6 +124,7 @@ class SamplingBatch:
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
         self.rows = rows
         self.with_logprobs = [i for i, row in enumerate(rows) if row.num_logprobs is not None]
+        self.num_logprobs = [rows[i].num_logprobs or 0 for i in self.with_logprobs]
         self.worked = [i for i, row in enumerate(rows) if not row.is_plain_greedy]
         self.is_plain_greedy = not self.worked
         if self.is_plain_greedy:
@@ -170,51 +177,72 @@ class Sampler:
         )
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Choose a token per row: logits [R, V], float32 or the model's dtype; they are not changed."""
-        if batch.is_plain_greedy:
-            token_ids: list[int] = self._kernels.argmax(logits).tolist()
-        else:
-            token_ids = self._sample_mixed(logits, batch)
-        return SamplerOutput(token_ids, self._logprobs(logits, batch, token_ids) if batch.with_logprobs else None)
+        """Choose a token per row: logits [R, V], float32 or the model's dtype; they are not changed.
 
-    def _sample_mixed(self, logits: Tensor, batch: SamplingBatch) -> list[int]:
-        everything = len(batch.worked) == len(batch.rows)
-        chosen = torch.empty(len(batch.rows), dtype=torch.int64) if everything else self._kernels.argmax(logits).cpu()
-        picked = _take(logits, batch.worked)
-        scaled = picked.to(torch.float32, copy=True)
-        rows = [batch.rows[i] for i in batch.worked]
+        On a GPU the host waits once, for the tokens and their logprobs together (again only for what `draw` left open).
+        """
+        drawn = None if batch.is_plain_greedy else self._drawn_logits(logits, batch)
+        tokens = self._kernels.argmax(logits) if drawn is None else self._choose(logits, drawn, batch)
+        measured = self._measure(logits, batch, tokens)
+        host_tokens, *host_measured = download([tokens, *measured])
+        token_ids: list[int] = host_tokens.tolist()
+        if drawn is not None and min(token_ids) < 0:
+            self._settle(drawn, batch, token_ids)
+            tokens = upload(torch.tensor(token_ids), logits.device)
+            host_measured = download(self._measure(logits, batch, tokens))
+        if not batch.with_logprobs:
+            return SamplerOutput(token_ids)
+        described = collect_logprobs(
+            host_measured, [token_ids[i] for i in batch.with_logprobs], batch.num_logprobs, logits.shape[1]
+        )
+        result: list[TokenLogprobs | None] = [None] * len(batch.rows)
+        for i, entry in zip(batch.with_logprobs, described, strict=True):
+            result[i] = entry
+        return SamplerOutput(token_ids, result)
+
+    def _drawn_logits(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """The worked rows after biases, bans, penalties and temperature: float32 [worked, V]."""
+        scaled = _take(logits, batch.worked).to(torch.float32, copy=True)
         for i in batch.processed:
-            rows[i].process(scaled[i])
+            batch.rows[batch.worked[i]].process(scaled[i])
         scaled /= upload(batch.temperatures, scaled.device).unsqueeze(1)
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=scaled.device)
+        return scaled
+
+    def _choose(self, logits: Tensor, scaled: Tensor, batch: SamplingBatch) -> Tensor:
+        """A token per row of the batch, int64 [R] where the logits are; -1: not settled yet."""
+        tokens = torch.empty(len(batch.worked), dtype=torch.int64, device=scaled.device)
         if batch.greedy:
             tokens[_index(batch.greedy, tokens.device)] = self._kernels.argmax(_take(scaled, batch.greedy))
         if batch.random:
             tokens[_index(batch.random, tokens.device)] = self._kernels.draw(
-                _take(scaled, batch.random),
-                self._keys(rows, batch.random),
-                upload(batch.top_k, scaled.device),
-                upload(batch.top_p, scaled.device),
-                upload(batch.min_p, scaled.device),
+                _take(scaled, batch.random), self._keys(batch, batch.random), batch.top_k, batch.top_p, batch.min_p
             )
-        chosen[batch.worked] = tokens.cpu()
-        result: list[int] = chosen.tolist()
-        return result
+        if len(batch.worked) == len(batch.rows):
+            return tokens
+        chosen = self._kernels.argmax(logits)
+        chosen[_index(batch.worked, chosen.device)] = tokens
+        return chosen
 
-    def _keys(self, rows: Sequence[SamplingRow], indices: Sequence[int]) -> Tensor:
-        return keys_tensor([token_key(rows[i].key, rows[i].num_output_tokens) for i in indices], self._device)
+    def _settle(self, scaled: Tensor, batch: SamplingBatch, token_ids: list[int]) -> None:
+        """Draw what the first look left open; rare: a flat distribution, or equal logits at the edge of a filter."""
+        places = [place for place, i in enumerate(batch.random) if token_ids[batch.worked[i]] < 0]
+        rows, on = [batch.random[place] for place in places], scaled.device
+        filters = (upload(x[places], on) for x in (batch.top_k, batch.top_p, batch.min_p))
+        tokens = filtered_race(_take(scaled, rows), self._keys(batch, rows), *filters)
+        for i, token in zip(rows, tokens.tolist(), strict=True):
+            token_ids[batch.worked[i]] = token
 
-    def _logprobs(self, logits: Tensor, batch: SamplingBatch, token_ids: Sequence[int]) -> list[TokenLogprobs | None]:
+    def _keys(self, batch: SamplingBatch, indices: Sequence[int]) -> Tensor:
+        rows = [batch.rows[batch.worked[i]] for i in indices]
+        return keys_tensor([token_key(row.key, row.num_output_tokens) for row in rows], self._device)
+
+    def _measure(self, logits: Tensor, batch: SamplingBatch, tokens: Tensor) -> list[Tensor]:
         wanted = batch.with_logprobs
-        described = token_logprobs(
-            logits if len(wanted) == len(batch.rows) else logits[wanted],
-            [token_ids[i] for i in wanted],
-            [batch.rows[i].num_logprobs or 0 for i in wanted],
-        )
-        result: list[TokenLogprobs | None] = [None] * len(batch.rows)
-        for i, entry in zip(wanted, described, strict=True):
-            result[i] = entry
-        return result
+        if not wanted:
+            return []
+        # A token that is not settled yet (-1) is measured again; until then it stands for token 0.
+        rows, chosen = _take(logits, wanted), _take(tokens.clamp_min(0), wanted)
+        return measure_logprobs(rows, chosen, batch.num_logprobs)
 
 
 def _take(rows: Tensor, indices: Sequence[int]) -> Tensor:

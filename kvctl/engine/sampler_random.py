@@ -71,33 +71,34 @@ def filtered_race(scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, mi
     scaled float32 [R, V]; keys int64 [R, 2]; top_k int64 [R] (0: off), top_p and min_p float32 [R] (1, 0: off).
     Candidates are ordered by logit, equal ones by token id, so exactly k stay with top_k. Only as many tokens are
     sorted as hold the answer: FIRST_CANDIDATES, 16 times more where they do not suffice, at last all.
-    Returns int64 [R].
+    Returns int64 [R]. On a GPU the host waits for each look.
     """
-    num_rows, vocab_size = scaled.shape
-    result = torch.empty(num_rows, dtype=torch.int64, device=scaled.device)
-    probabilities = torch.softmax(scaled, dim=-1)
-    pending = torch.arange(num_rows, device=scaled.device)
+    result = first_look(scaled, keys, top_k, top_p, min_p)
     count = FIRST_CANDIDATES
-    while len(pending):
-        count = min(count, vocab_size)
-        everything = count == vocab_size
-        rows = scaled if len(pending) == num_rows else scaled[pending]
-        row_probabilities = probabilities if len(pending) == num_rows else probabilities[pending]
-        ids = rows.topk(count, dim=-1, sorted=False).indices
-        ids = ids.sort(dim=-1).values
-        order = rows.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-        ids = ids.gather(1, order)
-        logits = rows.gather(1, ids)
-        kept, is_known = _kept(
-            logits, row_probabilities.gather(1, ids), top_k[pending], top_p[pending], min_p[pending], everything
-        )
-        score = (logits + race_noise(keys[pending], ids)).masked_fill(~kept, float("-inf"))
-        # A row without any finite logit (everything banned) falls to its first candidate instead of a banned index.
-        winner = ids.gather(1, score.argmax(dim=-1, keepdim=True)).squeeze(1)
-        result[pending[is_known]] = winner[is_known]
-        pending = pending[~is_known]
+    while len(pending := (result < 0).nonzero().squeeze(1)):
         count *= 16
+        result[pending] = _look(scaled[pending], keys[pending], top_k[pending], top_p[pending], min_p[pending], count)
     return result
+
+
+def first_look(scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`filtered_race` from FIRST_CANDIDATES tokens alone; -1 where these do not settle it. The host never waits."""
+    return _look(scaled, keys, top_k, top_p, min_p, FIRST_CANDIDATES)
+
+
+def _look(scaled: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, count: int) -> Tensor:
+    """Draw among the `count` likeliest tokens of each row, int64 [R]; -1: it cannot be known from these."""
+    count = min(count, scaled.shape[1])
+    ids = scaled.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(1, order)
+    logits = scaled.gather(1, ids)
+    probabilities = torch.softmax(scaled, dim=-1).gather(1, ids)
+    kept, is_known = _kept(logits, probabilities, top_k, top_p, min_p, count == scaled.shape[1])
+    score = (logits + race_noise(keys, ids)).masked_fill(~kept, float("-inf"))
+    # A row without any finite logit (everything banned) falls to its first candidate instead of a banned index.
+    winner = ids.gather(1, score.argmax(dim=-1, keepdim=True)).squeeze(1)
+    return winner.masked_fill(~is_known, -1)
 
 
 def _kept(
@@ -109,12 +110,12 @@ def _kept(
     """
     count = logits.shape[1]
     place = torch.arange(count, device=logits.device)
-    limit = torch.where(top_k > 0, top_k, torch.iinfo(torch.int64).max).unsqueeze(1)
+    limit = top_k.masked_fill(top_k <= 0, torch.iinfo(torch.int64).max).unsqueeze(1)
     kept = (place < limit) & (probabilities >= min_p.unsqueeze(1) * probabilities[:, :1])
     mass = (probabilities.double() * kept).cumsum(dim=-1)
     # Mass that top_p is a share of: what min_p and top_k left. Without them it is all, candidates or not.
-    is_cut = (~kept[:, -1:]) | everything
-    total = torch.where(is_cut, mass[:, -1:], 1.0)
+    is_cut = torch.ones_like(kept[:, -1:]) if everything else ~kept[:, -1:]
+    total = mass[:, -1:].masked_fill(~is_cut, 1.0)
     before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
     kept &= (before < top_p.unsqueeze(1) * total) | (top_p >= 1.0).unsqueeze(1)
     kept[:, 0] = True

@@ -74,7 +74,7 @@ class SamplingRow:
         self._banned_early = self._ids(sorted(stop_ids)) if params.min_tokens > 0 else None
         bias = sorted((i, b) for i, b in params.logit_bias.items() if 0 <= i < vocab_size)
         self._bias_ids = self._ids([i for i, _ in bias]) if bias else None
-        self._bias_values = torch.tensor([b for _, b in bias], dtype=torch.float32, device=device)
+        self._bias_values = upload(torch.tensor([b for _, b in bias], dtype=torch.float32), device) if bias else None
         self._sequences = [word for word in params.bad_words_token_ids if word and 0 <= word[-1] < vocab_size]
         self._counts = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
@@ -111,13 +111,23 @@ class SamplingRow:
                 logits[upload(torch.tensor(banned), self._device)] = _NEVER
         if self._banned_early is not None and self.num_output_tokens < self.params.min_tokens:
             logits[self._banned_early] = _NEVER
-        if self._bias_ids is not None:
+        if self._bias_ids is not None and self._bias_values is not None:
             logits[self._bias_ids] += self._bias_values
         if self._counts:
             self._penalise(logits)
+        if self._allowed is not None:
+            self._keep_one_allowed(logits)
+
+    def _keep_one_allowed(self, logits: Tensor) -> None:
+        """Where all that is allowed is banned too, the first of it stays: a token must come, and no other may."""
+        assert self._allowed is not None  # the caller has looked
+        first = self._allowed[:1]
+        has_any = (logits[self._allowed] > _NEVER).any()
+        logits[first] = torch.where(has_any, logits[first], 0.0)
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
-        return torch.tensor([i for i in ids if 0 <= i < self._vocab_size], dtype=torch.int64, device=self._device)
+        kept = [i for i in ids if 0 <= i < self._vocab_size]
+        return upload(torch.tensor(kept, dtype=torch.int64), self._device)
 
     def _ends_with(self, start: tuple[int, ...]) -> bool:
         return not start or (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvctl.engine.sampler import TorchSampling
-from kvctl.engine.sampler_random import keys_tensor, mix64
+from kvctl.engine.sampler_random import filtered_race, keys_tensor, mix64
 from kvctl_kernels.cpu_sampling import NativeSampling
 from tests.kernels.conftest import NATIVE_BUILDS
 
@@ -45,6 +45,8 @@ def test_draws_equal_those_of_plain_torch(native, spread):
     min_p = torch.tensor([row[2] for row in rows])
     got = native.draw(logits, keys, top_k, top_p, min_p)
     want = TorchSampling().draw(logits, keys, top_k, top_p, min_p)
+    left = want < 0  # what the first look did not settle
+    want[left] = filtered_race(logits[left], keys[left], top_k[left], top_p[left], min_p[left])
     assert got.tolist() == want.tolist()
 
 
