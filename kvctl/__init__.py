@@ -1,7 +1,6 @@
 """kvctl: knows where every byte of KV cache goes. Importing it never imports torch."""
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # type checkers know better; importing `typing` would be half of the time this takes
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
 _LAZY = {"LLM": "kvctl.engine.llm", "SamplingParams": "kvctl.core.sampling_params"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import `LLM` and `SamplingParams` on first use (PEP 562): the engine is heavy, the package is not."""
     if name in _LAZY:
         from importlib import import_module

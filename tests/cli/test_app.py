@@ -53,6 +53,23 @@ def test_ctrl_c_while_modules_load_ends_without_a_word() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize("module", ["kvctl.cli", "kvctl.cli.app", "typing", "contextlib"])
+def test_ctrl_c_before_the_command_is_even_there_ends_without_a_word_too(module: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "for name in ('typing', 'contextlib'): sys.modules.pop(name, None)\n"
+        "from kvctl.__main__ import main\n"
+        "sys.argv = ['kvctl', '--version']\n"
+        "main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--version",), ("size", "--help"), ("size", "Qwen/Qwen2.5-0.5B-Instruct"), ("top", "--demo", "--once")],
