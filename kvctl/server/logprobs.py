@@ -112,10 +112,10 @@ class LogprobFormatter:
                 shaped["top_logprobs"].append(None)
                 continue
             shaped["token_logprobs"].append(_finite(position.logprobs[0]))
-            pairs = [(token_id, position.logprobs[0]), *self._ranked(position)]
-            shaped["top_logprobs"].append(
-                {self._texts.name(t, as_id=self._as_ids): _finite(value) for t, value in pairs}
-            )
+            named: dict[str, float] = {}
+            for one, value in ((token_id, position.logprobs[0]), *self._ranked(position)):
+                named.setdefault(self._texts.name(one, as_id=self._as_ids), _finite(value))  # of equal texts the first
+            shaped["top_logprobs"].append(named)
         return shaped
 
 

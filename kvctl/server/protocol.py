@@ -133,6 +133,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: Int | None = Field(None, description="That many most likely tokens per position; -1: all.")
     add_special_tokens: bool | None = None
+    best_of: SkipJsonSchema[Int | None] = None  # more than n is known, not served
     suffix: Refused = None
     prompt_embeds: Refused = None
 

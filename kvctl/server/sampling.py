@@ -49,6 +49,12 @@ def refuse_unsupported(request: GenerationRequest) -> None:
                 hint="Leave it out and describe the format in the prompt.",
                 param="response_format",
             )
+    if isinstance(request, CompletionRequest) and request.best_of is not None and request.best_of > (request.n or 1):
+        raise FeatureNotServed(
+            f"best_of is {request.best_of}, but choosing among more than n is not served here",
+            hint="Leave it out, or ask for n choices and choose.",
+            param="best_of",
+        )
     if isinstance(request, ChatCompletionRequest):
         _refuse_tool_calls(request)
         if request.modalities not in (None, [], ["text"]):

@@ -10,7 +10,9 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -185,6 +187,78 @@ def test_min_tokens_equals_transformers(num_output):
     assert torch.equal(processed(params, logits, prompt=prompt, output=output, eos=(0,)), want)
 
 
+def test_bias_and_allowed_tokens_equal_transformers():
+    logits = logits_rows(1)
+    ids = torch.tensor([[1, 2, 3]])
+    bias = {4: 7.5, 9: -3.0, 100: 0.25}
+    want = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(ids, logits.clone())[0]
+    assert torch.allclose(processed(SamplingParams(logit_bias=bias), logits), want)
+    want = PrefixConstrainedLogitsProcessor(lambda *_: [3, 77, 4], num_beams=1)(ids, logits.clone())[0]
+    assert torch.equal(processed(SamplingParams(allowed_token_ids=(3, 77, 4)), logits), want)
+
+
+def in_vllms_order(params, logits, prompt, output, eos):
+    """The whole chain as vLLM documents it, in plain Python: which tokens may be drawn, and how likely."""
+    scores = logits.tolist()
+    never = float("-inf")
+    if params.allowed_token_ids:
+        scores = [score if i in params.allowed_token_ids else never for i, score in enumerate(scores)]
+    for word in params.bad_words_token_ids:
+        if tuple([*prompt, *output][len(prompt) + len(output) - len(word) + 1 :]) == word[:-1]:
+            scores[word[-1]] = never
+    if len(output) < params.min_tokens:
+        for token in (*eos, *params.stop_token_ids):
+            scores[token] = never
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    for token in {*prompt, *output}:
+        scores[token] *= 1 / params.repetition_penalty if scores[token] > 0 else params.repetition_penalty
+    for token in set(output):
+        scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if params.temperature == 0:
+        return {max(range(len(scores)), key=scores.__getitem__): 1.0}
+    top = max(scores)
+    weights = {i: np.exp((score - top) / params.temperature) for i, score in enumerate(scores) if score > never}
+    kept = sorted((i for i in weights if weights[i] >= params.min_p), key=lambda i: (-weights[i], i))
+    kept = kept[: params.top_k or None]
+    total = sum(weights[i] for i in kept)
+    nucleus, mass = [], 0.0
+    for i in kept:
+        if nucleus and mass >= params.top_p * total:
+            break
+        nucleus.append(i)
+        mass += weights[i]
+    return {i: weights[i] / mass for i in nucleus}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("case", range(40))
+def test_everything_together_happens_in_vllms_order(case, kernels):
+    rng = random.Random(case)
+    vocab = 60
+    logits = logits_rows(1, vocab=vocab, seed=case)
+    prompt = tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, 9)))
+    output = tuple(rng.randrange(vocab) for _ in range(rng.randrange(9)))
+    params = SamplingParams(
+        temperature=rng.choice([0, 0.3, 1.0, 1.7]),
+        top_k=rng.choice([0, 1, 6, 30]),
+        top_p=rng.choice([1.0, 0.9, 0.4]),
+        min_p=rng.choice([0.0, 0.02, 0.3]),
+        repetition_penalty=rng.choice([1.0, 1.4, 0.7]),
+        frequency_penalty=rng.choice([0.0, 0.6, -1.1]),
+        presence_penalty=rng.choice([0.0, 1.2, -0.5]),
+        logit_bias={rng.randrange(vocab): rng.choice([-4.0, 3.0]) for _ in range(rng.choice([0, 5]))},
+        allowed_token_ids=tuple(rng.sample(range(vocab), 40)) if rng.random() < 0.4 else (),
+        bad_words_token_ids=((rng.randrange(vocab),), ((*prompt, *output)[-1], rng.randrange(vocab))),
+        min_tokens=rng.choice([0, 5]),
+        stop_token_ids=(rng.randrange(vocab),),
+    )
+    want = np.zeros(vocab)
+    for token, share in in_vllms_order(params, logits[0], prompt, output, (0,)).items():
+        want[token] = share
+    assert_follows(draw(params, logits, 400, kernels, prompt=prompt, output=output, eos=(0,)), want)
+
+
 def test_ignored_eos_is_not_masked_by_min_tokens():
     logits = logits_rows(1)
     params = SamplingParams(min_tokens=5, ignore_eos=True)
@@ -214,8 +288,16 @@ def test_token_ids_outside_the_vocabulary_do_no_harm():
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.5}, {"temperature": 0}])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_row_with_everything_banned_still_gives_a_token(settings, kernels):
-    params = SamplingParams(allowed_token_ids=(5,), bad_words_token_ids=((5,),), **settings)
-    assert 0 <= draw(params, logits_rows(1), 1, kernels)[0] < VOCAB
+    every = SamplingParams(bad_words_token_ids=tuple((i,) for i in range(VOCAB)), **settings)
+    assert 0 <= draw(every, logits_rows(1), 1, kernels)[0] < VOCAB
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.5}, {"temperature": 0}])
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("ban", [{"bad_words_token_ids": ((5,), (9,))}, {"min_tokens": 9, "stop_token_ids": (5, 9)}])
+def test_no_token_that_is_not_allowed_comes_even_if_all_others_are_banned(settings, kernels, ban):
+    params = SamplingParams(allowed_token_ids=(5, 9), max_tokens=20, **ban, **settings)
+    assert set(draw(params, logits_rows(1), 20, kernels)) == {5}
 
 
 def random_params(rng):

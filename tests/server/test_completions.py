@@ -280,8 +280,15 @@ async def test_the_request_id_of_header_or_body_names_the_answer(client, make_co
     assert answer.json()["id"] == "cmpl-theirs"
 
 
+async def test_choosing_the_best_of_many_is_refused_not_dropped(client):
+    refused = await client.post("/v1/completions", json={"prompt": "a", "n": 2, "best_of": 5})
+    assert refused.status_code == 501 and refused.json()["error"]["param"] == "best_of"
+    answer = await complete(client, prompt="a", n=2, best_of=2, max_tokens=1)
+    assert len(answer["choices"]) == 2
+
+
 async def test_unknown_fields_are_ignored(client):
-    await complete(client, prompt="a", best_of=3, some_future_field={"x": [1]})
+    await complete(client, prompt="a", some_future_field={"x": [1]})
 
 
 async def test_whole_numbers_may_be_written_as_floats(client):

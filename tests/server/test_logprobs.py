@@ -61,3 +61,13 @@ def test_completions_name_the_chosen_token_beside_the_top_ones(texts):
     position = TokenLogprobs([99, 97, 98], [-3.0, -0.5, -1.0], 3)
     shaped = LogprobFormatter(texts, num_top=2).completion([99], [position])
     assert shaped["top_logprobs"] == [{"c": -3.0, "a": -0.5, "b": -1.0}]
+
+
+def test_of_tokens_that_read_the_same_the_chosen_one_is_shown(texts):
+    halves = [0xC3, 0xE2, 0xF0]  # each the first byte of a character: all read U+FFFD
+    position = TokenLogprobs([halves[1], *halves], [-0.5, -0.4, -0.5, -7.0], 2)
+    shaped = LogprobFormatter(texts, num_top=3).completion([halves[1]], [position])
+    assert shaped["token_logprobs"] == [-0.5]
+    assert shaped["top_logprobs"] == [{"\ufffd": -0.5}]  # the chosen one first
+    as_ids = LogprobFormatter(texts, num_top=3, as_ids=True).completion([halves[1]], [position])
+    assert as_ids["top_logprobs"] == [{"token_id:226": -0.5, "token_id:195": -0.4, "token_id:240": -7.0}]
