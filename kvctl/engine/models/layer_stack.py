@@ -52,8 +52,8 @@ class LayerStack(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Embeddings x [num_tokens, hidden_size]; returns (what the last MLP adds, the residual stream before it).
 
-        `metadata` has one entry per KV cache group. `rows`, int64 [S] rising: only these tokens' results are wanted; each
-        is the last one of its request in this step.
+        `metadata` has one entry per KV cache group. `rows`, int64 [S] rising: only these tokens' results are wanted;
+        each is the last one of its request in this step.
         """
 
 
