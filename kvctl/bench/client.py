@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from kvctl.bench.http_connection import DecodePump, Exchange, HttpConnection
+from kvctl.bench.http_connection import Exchange, HttpConnection
+from kvctl.bench.precise_timer import PreciseTimer
 from kvctl.bench.socket_poller import SocketPoller
 from kvctl.bench.stream_decoder import StreamDecoder
 from kvctl.bench.wire import ArrivalClock, connect
@@ -35,7 +36,9 @@ class ClientConfig:
 class LoadClient:
     """A pool of connections to one server."""
 
-    def __init__(self, config: ClientConfig, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, config: ClientConfig, loop: asyncio.AbstractEventLoop, timer: PreciseTimer | None = None
+    ) -> None:
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{config.url!r} is not a server's address", hint="Write it like http://127.0.0.1:8000.")
@@ -47,9 +50,8 @@ class LoadClient:
         self._addresses: list[str] = []  # the one that answered last comes first
         self._idle: list[HttpConnection] = []
         self._busy: set[HttpConnection] = set()
-        self.pump = DecodePump(loop)
         self.clock = ArrivalClock()
-        self._poller = SocketPoller(loop) if self.clock.uses_kernel and self._tls is None else None
+        self._poller = SocketPoller(loop, timer) if self.clock.uses_kernel and self._tls is None else None
         self.num_connections = 0
         head = [
             f"POST {parts.path.rstrip('/')}{config.path} HTTP/1.1",
@@ -82,14 +84,15 @@ class LoadClient:
         request_id: str,
         body: bytes,
         due_s: float,
-        on_decoded: Callable[[Exchange], None],
+        on_end: Callable[[Exchange], None],
         *,
+        place_wait_s: float = 0.0,
         keep_text: bool = False,
         keep_times: bool = False,
     ) -> Exchange:
         """Send one request and wait until its answer is complete or has failed; never raises for a failed request.
 
-        `on_decoded` is called once with the exchange, soon after its end, when its events have been decoded.
+        `on_end` is called once with the exchange, also when this is cancelled.
         """
         request = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
             self._head,
@@ -97,21 +100,23 @@ class LoadClient:
             len(body),
             body,
         )
-        while True:
-            decoder = StreamDecoder(keep_text=keep_text, keep_times=keep_times)
-            exchange = Exchange(request_id, due_s, decoder, self._loop.create_future(), on_decoded)
-            connection = self._take_idle()
-            if connection is None:
-                begin_s = perf_counter()
-                connection = await self._connect(exchange)
-                if connection is None:
-                    self.pump.add(exchange)
-                    return exchange
-                exchange.connect_s = perf_counter() - begin_s
-            await self._exchange(connection, exchange, request)
-            if exchange.error_kind != "stale":
-                self.pump.add(exchange)
-                return exchange
+        exchange = None
+        try:
+            while exchange is None or exchange.error_kind == "stale":
+                decoder = StreamDecoder(keep_text=keep_text, keep_times=keep_times)
+                exchange = Exchange(request_id, due_s, decoder, self._loop.create_future())
+                exchange.place_wait_s = place_wait_s
+                connection = self._take_idle() or await self._connect(exchange)
+                if connection is not None:
+                    await self._exchange(connection, exchange, request)
+        except asyncio.CancelledError:
+            if exchange is not None:  # it may have been cancelled while connecting
+                exchange.end(perf_counter(), "cancelled", "no end before the drain was over")
+            raise
+        finally:
+            if exchange is not None:
+                on_end(exchange)
+        return exchange
 
     async def _exchange(self, connection: HttpConnection, exchange: Exchange, request: bytes) -> None:
         self._busy.add(connection)
@@ -123,7 +128,6 @@ class LoadClient:
             await exchange.finished
         except asyncio.CancelledError:
             connection.abort("cancelled", "no end before the drain was over")
-            self.pump.add(exchange)
             raise
         finally:
             timeout.cancel()
@@ -152,6 +156,7 @@ class LoadClient:
         if not self._addresses:
             await self.resolve()
         self.num_connections += 1
+        begin_s = perf_counter()
         for address in tuple(self._addresses):
             is_last = address == self._addresses[-1]
             connection = await self._connect_to(address, exchange, may_fail=not is_last)
@@ -159,17 +164,17 @@ class LoadClient:
                 if address != self._addresses[0]:  # e.g. localhost: ::1 is tried first, the server has 127.0.0.1
                     self._addresses.remove(address)
                     self._addresses.insert(0, address)
+                exchange.connect_s = perf_counter() - begin_s
                 return connection
         return None
 
     async def _connect_to(self, address: str, exchange: Exchange, *, may_fail: bool) -> HttpConnection | None:
-        connection = HttpConnection(self.pump)
+        connection = HttpConnection(self.clock)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 wire = await connect(
                     self._poller,
                     (address, self._port),
-                    self.clock,
                     connection,
                     tls=self._tls,
                     server_hostname=self._host if self._tls else None,

@@ -1,6 +1,6 @@
 """Gathers what a run measured: a row per request, gaps between events, tokens over time, errors, the client's lag.
 
-Takes finished, decoded exchanges; reads no socket. All of it can be pickled and merged, for runs of several
+Takes finished exchanges; reads no socket. All of it can be pickled and merged, for runs of several
 processes. Memory grows by about 100 bytes per request and by nothing per event. Floor 3.
 """
 
@@ -96,13 +96,13 @@ class Collector:
         self.in_flight -= 1
         self.num_ended += 1
 
-    def add(self, exchange: Exchange, number: int, turn: Turn, class_name: str) -> None:
-        """Take an exchange that has ended and is decoded."""
+    def add(self, exchange: Exchange, number: int, turn: Turn, class_name: str) -> bool:
+        """Take an exchange that has ended; returns whether it failed."""
         measured, decoder = self.measured, exchange.decoder
         kind, text = _outcome(exchange)
         if kind == CANCELLED and measured.interrupted:
             measured.num_unfinished += 1
-            return
+            return True
         if kind:
             measured.errors[kind] += 1
             measured.error_texts.setdefault(kind, text)
@@ -120,6 +120,7 @@ class Collector:
                 last_s=decoder.last_s,
                 end_s=exchange.end_s,
                 connect_s=exchange.connect_s,
+                place_wait_s=exchange.place_wait_s,
                 max_gap_s=decoder.max_gap_s,
                 output_tokens=output_tokens,
                 first_event_tokens=decoder.first_event_tokens or tokens_per_event,
@@ -142,6 +143,7 @@ class Collector:
                 self.recent_ttft_s.append(decoder.first_s - exchange.sent_s)
         if decoder.token_times_s is not None:
             measured.token_times_s[number] = decoder.token_times_s.tolist()
+        return bool(kind)
 
 
 def _outcome(exchange: Exchange) -> tuple[str, str]:

@@ -23,8 +23,9 @@ from kvctl.bench.run_config import LoadConfig
 from kvctl.workload.request_plan import Session, Turn
 
 _LAG_PROBE_S = (0.002, 0.008)  # a probe of the loop's lag this often, at random: no beat with the tokens
+_SAMPLE_S = 0.05  # where the kernel's stamps tell the lag, a probe only samples what is in flight
 _MIN_REQUESTS_FOR_ERROR_RATE = 20
-_DECODE_ALL = 1 << 30
+_DEAD_AFTER = 50  # failures in a row, and four for each stream: a server that has died, whatever it did before
 
 
 class LoadRun:
@@ -39,8 +40,10 @@ class LoadRun:
         timer: PreciseTimer,
         *,
         id_prefix: str,
+        due_times_s: Iterator[float] | None = None,
         keep_times: bool = False,
     ) -> None:
+        """`due_times_s`: when requests are due after the start; None: their sessions say so."""
         self.collector = Collector()
         self._client = client
         self._load = load
@@ -48,12 +51,16 @@ class LoadRun:
         self._body = body_builder
         self._timer = timer
         self._id_prefix = id_prefix
+        self._due_times_s = due_times_s
         self._keep_times = keep_times
         self._tickets = load.num_requests if load.num_requests is not None else 1 << 62
         self._num_issued = 0
         self._stop_s = float("inf")
         self._is_stopped = False
         self._cap = asyncio.Semaphore(load.max_in_flight) if load.max_in_flight else None
+        self._num_failed_in_a_row = 0
+        streams = load.concurrency or load.max_in_flight or 0
+        self._dead_after = max(_DEAD_AFTER, 4 * streams)
         self._probe_due_s = 0.0
         self._rng = random.Random(load.seed)
 
@@ -83,7 +90,6 @@ class LoadRun:
             gc.set_threshold(*thresholds)
             gc.unfreeze()
             self._is_stopped = True
-            self._client.pump.drain()
             self._client.clock.flush()
             measured.uses_kernel_clock = self._client.clock.uses_kernel
             if measured.uses_kernel_clock:
@@ -122,25 +128,35 @@ class LoadRun:
 
     async def _run_open(self, start_s: float) -> None:
         running: set[asyncio.Task[None]] = set()
+        try:
+            await self._issue(running, start_s)
+        except asyncio.CancelledError:
+            self.collector.measured.interrupted = True
+            await _cancel(running)
+            raise
+        self._note_issue_end()
+        await self._drain(running)
+
+    async def _issue(self, running: set[asyncio.Task[None]], start_s: float) -> None:
         num_due = 0
         for session, due_s in self._schedule(start_s):
-            await self._timer.sleep_until(due_s)
+            if due_s <= perf_counter():
+                await asyncio.sleep(0)  # behind the schedule: answers and Ctrl-C must still be heard
+            else:
+                await self._timer.sleep_until(due_s)
             if self._is_stopped or num_due >= self._tickets:
-                break
+                return
             num_due += len(session.turns)
             task = asyncio.create_task(self._run_session(session, due_s))
             running.add(task)
             task.add_done_callback(running.discard)
         if self._load.arrivals is not None and self._load.duration_s is not None and not self._has_ended():
             await self._timer.sleep_until(self._stop_s)
-        self._note_issue_end()
-        await self._drain(running)
 
     def _schedule(self, start_s: float) -> Iterator[tuple[Session, float]]:
-        arrivals = self._load.arrivals
-        times_s = repeat(0.0) if arrivals is None else arrivals.times_s(self._load.seed)
-        for time_s, session in zip(times_s, self._sessions, strict=False):
-            due_s = start_s + (time_s if arrivals is not None else session.due_s or 0.0)
+        due_times_s = self._due_times_s
+        for time_s, session in zip(repeat(0.0) if due_times_s is None else due_times_s, self._sessions, strict=False):
+            due_s = start_s + (time_s if due_times_s is not None else session.due_s or 0.0)
             if due_s >= self._stop_s:
                 return
             yield session, due_s
@@ -164,59 +180,95 @@ class LoadRun:
                 is_last = i == len(session.turns) - 1
             if self._has_ended() and not (i == 0 and self._load.is_open and not self._is_stopped):
                 return
-            if not await self._find_place():
+            wait_s = await self._find_place()
+            if wait_s is None:
                 return
-            exchange = await self._send(turn, history, due_s, session.class_name, keep_text=not is_last)
+            exchange, has_failed = await self._send(
+                turn, history, due_s, session.class_name, place_wait_s=wait_s, keep_text=not is_last
+            )
             if self._cap is not None:
                 self._cap.release()
-            if exchange.error_kind is not None:
-                await self._after_failure(exchange)
+            if has_failed:
+                await self._wait_after_failure(exchange)
                 return
             if not is_last:
-                exchange.decode_some(_DECODE_ALL)
                 history.append((turn.text, "".join(exchange.decoder.text or ())))
 
-    async def _find_place(self) -> bool:
-        """Wait for a place under the cap. False: the run ended first (and what was due is never sent)."""
+    async def _find_place(self) -> float | None:
+        """Wait for a place under the cap; how long it took. None: the run ended first, what was due is never sent."""
         if self._num_issued >= self._tickets:
-            return False
-        if self._cap is not None:
+            return None
+        if self._cap is None:
+            return 0.0
+        begin_s = perf_counter()
+        try:
             await self._cap.acquire()
-            if self._has_ended():
-                self._cap.release()
-                if self._num_issued < self._tickets:
-                    self.collector.measured.num_never_sent += 1
-                return False
-        return True
+        except asyncio.CancelledError:
+            self._count_never_sent()
+            raise
+        if self._has_ended():
+            self._cap.release()
+            self._count_never_sent()
+            return None
+        return perf_counter() - begin_s
+
+    def _count_never_sent(self) -> None:
+        if self._num_issued < self._tickets and not self.collector.measured.interrupted:
+            self.collector.measured.num_never_sent += 1
 
     async def _send(
-        self, turn: Turn, history: list[tuple[str, str]], due_s: float, class_name: str, *, keep_text: bool
-    ) -> Exchange:
+        self,
+        turn: Turn,
+        history: list[tuple[str, str]],
+        due_s: float,
+        class_name: str,
+        *,
+        place_wait_s: float,
+        keep_text: bool,
+    ) -> tuple[Exchange, bool]:
+        """Send one request; (its exchange, whether it failed)."""
         number = self._num_issued
         self._num_issued += 1
         collector = self.collector
-        collector.sent()
-        try:
-            return await self._client.perform(
-                f"{self._id_prefix}-{number}",
-                self._body.build(turn, history),
-                due_s,
-                lambda exchange: collector.add(exchange, number, turn, class_name),
-                keep_text=keep_text,
-                keep_times=self._keep_times,
-            )
-        finally:
-            collector.ended()
+        has_failed = True
 
-    async def _after_failure(self, exchange: Exchange) -> None:
-        """Stop a hopeless run; else wait as the server asked, or a little, before this user tries again."""
+        def take(exchange: Exchange) -> None:
+            nonlocal has_failed
+            collector.ended()
+            has_failed = collector.add(exchange, number, turn, class_name)
+            self._judge_errors(has_failed)
+
+        collector.sent()
+        exchange = await self._client.perform(
+            f"{self._id_prefix}-{number}",
+            self._body.build(turn, history),
+            due_s,
+            take,
+            place_wait_s=place_wait_s,
+            keep_text=keep_text,
+            keep_times=self._keep_times,
+        )
+        return exchange, has_failed
+
+    def _judge_errors(self, has_failed: bool) -> None:
+        """Stop a hopeless run: too large a share failed, or everything for a while."""
+        if not has_failed:
+            self._num_failed_in_a_row = 0
+            return
+        self._num_failed_in_a_row += 1
         limit = self._load.max_error_rate
+        if limit is None or limit >= 1.0 or self._is_stopped:
+            return
         num_ended = self.collector.num_ended
-        num_failed = self.collector.measured.errors.total() + 1  # this one is not decoded yet
-        if limit is not None and num_ended >= _MIN_REQUESTS_FOR_ERROR_RATE and num_failed / num_ended > limit:
+        share = self.collector.measured.errors.total() / num_ended
+        is_dead = self._num_failed_in_a_row >= self._dead_after
+        if is_dead or (num_ended >= _MIN_REQUESTS_FOR_ERROR_RATE and share > limit):
             self.collector.measured.stopped_by_errors = True
             self.stop()
-        elif self._load.concurrency is not None:
+
+    async def _wait_after_failure(self, exchange: Exchange) -> None:
+        """Wait as the server asked, or a little, before this user tries again."""
+        if self._load.concurrency is not None and not self._is_stopped:
             wait_s = min(exchange.retry_after_s or 0.05, self._load.retry_wait_max_s)
             await self._timer.sleep_until(min(perf_counter() + wait_s, self._stop_s))
 
@@ -238,9 +290,7 @@ class LoadRun:
             self.collector.measured.interrupted = True
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(tasks)
 
     def _probe(self) -> None:
         """Measure how late the loop met this deadline, as it would an arrival, and set the next one."""
@@ -253,5 +303,12 @@ class LoadRun:
             index = int(now_s * BINS_PER_S)
             if index not in measured.in_flight_per_bin:
                 measured.in_flight_per_bin[index] = self.collector.in_flight
-        self._probe_due_s = now_s + self._rng.uniform(*_LAG_PROBE_S)
+        wait_s = _SAMPLE_S if self._client.clock.uses_kernel else self._rng.uniform(*_LAG_PROBE_S)
+        self._probe_due_s = now_s + wait_s
         self._timer.call_at(self._probe_due_s, self._probe)
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

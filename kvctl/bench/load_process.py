@@ -51,6 +51,12 @@ class LoadJob:
         sessions = self.workload.sessions(maker)
         return islice(sessions, self.part, None, self.num_parts) if self.workload.is_finite else sessions
 
+    def due_times_s(self) -> Iterator[float] | None:
+        """When this part's requests are due: every n-th of the one schedule. None: no schedule."""
+        if self.load.arrivals is None:
+            return None
+        return islice(self.load.arrivals.times_s(self.load.seed - self.part), self.part, None, self.num_parts)
+
 
 def run_load(job: LoadJob, *, num_workers: int = 1, watch: Watch | None = None) -> Measurements:
     """Run a load; Ctrl-C ends it early with what was measured so far. `watch` runs beside it on the same loop.
@@ -84,8 +90,8 @@ _TLS_FAREWELL_S = 0.2
 def _run_here(job: LoadJob, start_s: float | None, watch: Watch | None) -> Measurements:
     async def main() -> Measurements:
         loop = asyncio.get_running_loop()
-        client = LoadClient(job.client, loop)
         timer = PreciseTimer(loop)
+        client = LoadClient(job.client, loop, timer)
         run = LoadRun(
             client,
             job.load,
@@ -93,6 +99,7 @@ def _run_here(job: LoadJob, start_s: float | None, watch: Watch | None) -> Measu
             BodyBuilder(job.request),
             timer,
             id_prefix=job.id_prefix,
+            due_times_s=job.due_times_s(),
             keep_times=job.keep_times,
         )
         await client.resolve()
@@ -131,7 +138,6 @@ def split_job(job: LoadJob, num_workers: int) -> list[LoadJob]:
             concurrency=share(job.load.concurrency, part),
             num_requests=share(job.load.num_requests, part),
             max_in_flight=share(job.load.max_in_flight, part),
-            arrivals=None if job.load.arrivals is None else job.load.arrivals.scaled(1 / num_workers),
             ramp_s=job.load.effective_ramp_s,
             seed=job.load.seed + part,
         )

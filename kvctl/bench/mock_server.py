@@ -26,7 +26,7 @@ from kvctl.bench.event_loop import new_event_loop
 from kvctl.bench.mock_script import Endpoint, MockScript, StreamPlan, StreamWriter, usage_of, whole_answer
 from kvctl.bench.precise_timer import PreciseTimer
 from kvctl.bench.socket_poller import SocketPoller
-from kvctl.bench.wire import ArrivalClock, SocketWire, TransportWire, Wire
+from kvctl.bench.wire import ArrivalClock, Read, SocketWire, TransportWire, Wire
 from kvctl.errors import ConfigError
 
 _STREAM_HEAD = (
@@ -52,6 +52,7 @@ class MockState:
 
     script: MockScript
     timer: PreciseTimer
+    clock: ArrivalClock
     writer: StreamWriter
     rng: random.Random
     log: list[StreamLog] = field(default_factory=list)
@@ -146,11 +147,12 @@ class MockConnection:
         """The client has gone."""
         self._wire = None
 
-    def receive(self, data: bytes, arrival_s: float) -> None:
+    def receive(self, reads: list[Read]) -> None:
         """Take bytes of a request."""
-        self._received_s = arrival_s
         try:
-            self._parser.feed_data(data)
+            for (data, _, _), received_s in zip(reads, self._state.clock.arrivals_s(reads), strict=True):
+                self._received_s = received_s
+                self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.close_abruptly()
 
@@ -351,7 +353,7 @@ class MockServer:
         self._poller = SocketPoller(self._loop) if self._clock.uses_kernel else None
         self._accepting: set[asyncio.Task[None]] = set()
         self._wires: weakref.WeakSet[SocketWire] = weakref.WeakSet()
-        self._state = MockState(script, self._timer, StreamWriter(script), random.Random(script.seed))
+        self._state = MockState(script, self._timer, self._clock, StreamWriter(script), random.Random(script.seed))
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def close(self) -> None:
@@ -376,7 +378,7 @@ class MockServer:
                 self._accepting.add(taking)
                 taking.add_done_callback(self._accepting.discard)
                 continue
-            wire = SocketWire(self._poller, sock, self._clock, connection)
+            wire = SocketWire(self._poller, sock, connection)
             self._wires.add(wire)
             connection.attach(wire)
 

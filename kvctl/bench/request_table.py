@@ -4,9 +4,10 @@ Rows hold moments (perf_counter seconds) and counts; latencies are derived from 
 definition. Knows nothing of HTTP. Floor 3.
 """
 
+import contextlib
+import struct
 import tempfile
 import weakref
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -28,6 +29,7 @@ class RequestRow:
     last_s: float
     end_s: float
     connect_s: float
+    place_wait_s: float  # under a cap on requests in flight
     max_gap_s: float
     output_tokens: float  # as told by usage, else the number of events
     first_event_tokens: float
@@ -67,45 +69,63 @@ class RequestRow:
         }
 
 
-_TYPES = {
-    **dict.fromkeys(("due_s", "sent_s", "first_s", "first_answer_s", "last_s", "end_s"), "d"),
-    **dict.fromkeys(("connect_s", "max_gap_s", "output_tokens", "first_event_tokens"), "f"),
-    **dict.fromkeys(("number", "num_events", "prompt_tokens", "cached_tokens", "asked_prompt_tokens"), "i"),
-    **dict.fromkeys(("asked_output_tokens", "reasoning_events", "coalesced_events"), "i"),
-    **dict.fromkeys(("class_index", "error_index"), "H"),
-}
-_STORED = tuple(name for name in _TYPES if not name.endswith("_index"))
+_RECORD = struct.Struct("=iHH6d5f7i")  # RequestRow's fields in order, the two names as numbers
+_pack, _iter_unpack = _RECORD.pack, _RECORD.iter_unpack
 _CHUNK_ROWS = 8192
-_CHUNK_BYTES = _CHUNK_ROWS * sum(array(code).itemsize for code in _TYPES.values())
+_CHUNK_BYTES = _CHUNK_ROWS * _RECORD.size
 
 
 class RequestTable:
-    """Rows, column by column; all but the last few thousand in a temporary file, so that memory does not grow."""
+    """Rows as records; all but the last few thousand in a temporary file, so that memory does not grow.
+
+    Where no such file can be written they stay in memory: nothing is lost for want of a disk.
+    """
 
     def __init__(self) -> None:
-        self._columns = _empty_columns()
-        self._names: list[str] = []  # distinct class names and error kinds
+        self._records = bytearray()
+        self._names: dict[str, int] = {}  # distinct class names and error kinds
         self._file: BinaryIO | None = None
-        self._num_chunks = 0
+        self._num_in_file = 0  # chunks
+        self._in_memory: list[bytes] = []  # chunks that no file took; they follow those in the file
 
     def __len__(self) -> int:
-        return self._num_chunks * _CHUNK_ROWS + len(self._columns["number"])
+        return (self._num_in_file + len(self._in_memory)) * _CHUNK_ROWS + len(self._records) // _RECORD.size
 
     def append(self, row: RequestRow) -> None:
         """Add one row."""
-        columns = self._columns
-        for name in _STORED:
-            columns[name].append(getattr(row, name))
-        columns["class_index"].append(self._index(row.class_name))
-        columns["error_index"].append(self._index(row.error_kind))
-        if len(columns["number"]) == _CHUNK_ROWS:
-            self._write_chunk()
+        self._records += _pack(
+            row.number,
+            self._names.setdefault(row.class_name, len(self._names)),
+            self._names.setdefault(row.error_kind, len(self._names)),
+            row.due_s,
+            row.sent_s,
+            row.first_s,
+            row.first_answer_s,
+            row.last_s,
+            row.end_s,
+            row.connect_s,
+            row.place_wait_s,
+            row.max_gap_s,
+            row.output_tokens,
+            row.first_event_tokens,
+            row.num_events,
+            row.prompt_tokens,
+            row.cached_tokens,
+            row.asked_prompt_tokens,
+            row.asked_output_tokens,
+            row.reasoning_events,
+            row.coalesced_events,
+        )
+        if len(self._records) == _CHUNK_BYTES:
+            self._put_away(bytes(self._records))
+            self._records.clear()
 
     def rows(self) -> Iterator[RequestRow]:
         """Yield the rows in order of arrival."""
-        for chunk in range(self._num_chunks):
-            yield from self._rows_of(self._read_chunk(chunk))
-        yield from self._rows_of(self._columns)
+        names = list(self._names)
+        for chunk in self._chunks():
+            for number, class_index, error_index, *rest in _iter_unpack(chunk):
+                yield RequestRow(number, names[class_index], names[error_index], *rest)
 
     def merge(self, other: "RequestTable") -> None:
         """Add another table's rows."""
@@ -113,49 +133,37 @@ class RequestTable:
             self.append(row)
 
     def __getstate__(self) -> dict[str, Any]:
-        chunks = [self._read_chunk(chunk) for chunk in range(self._num_chunks)]
-        return {"columns": self._columns, "names": self._names, "chunks": chunks}
+        return {"chunks": list(self._chunks()), "names": self._names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._names, self._file, self._num_chunks = state["names"], None, 0
-        for columns in state["chunks"]:
-            self._columns = columns
-            self._write_chunk()
-        self._columns = state["columns"]
+        self.__init__()  # type: ignore[misc]  # as a new one, then filled
+        self._names = state["names"]
+        *full, last = state["chunks"]
+        for chunk in full:
+            self._put_away(chunk)
+        self._records = bytearray(last)
 
-    def _write_chunk(self) -> None:
+    def _chunks(self) -> Iterator[bytes]:
+        """All records, the ones not put away last."""
+        for i in range(self._num_in_file):
+            assert self._file is not None
+            self._file.seek(i * _CHUNK_BYTES)
+            yield self._file.read(_CHUNK_BYTES)
+        yield from self._in_memory
+        yield bytes(self._records)
+
+    def _put_away(self, chunk: bytes) -> None:
+        if not self._in_memory:
+            with contextlib.suppress(OSError):
+                self._write(chunk)
+                return
+        self._in_memory.append(chunk)
+
+    def _write(self, chunk: bytes) -> None:
         if self._file is None:
             self._file = cast(BinaryIO, tempfile.TemporaryFile(prefix="kvctl-bench-"))  # noqa: SIM115 - lives with us
             weakref.finalize(self, self._file.close)
-        self._file.seek(self._num_chunks * _CHUNK_BYTES)
-        for column in self._columns.values():
-            column.tofile(self._file)
-        self._num_chunks += 1
-        self._columns = _empty_columns()
-
-    def _read_chunk(self, chunk: int) -> dict[str, "array[Any]"]:
-        assert self._file is not None
-        self._file.seek(chunk * _CHUNK_BYTES)
-        columns = _empty_columns()
-        for column in columns.values():
-            column.fromfile(self._file, _CHUNK_ROWS)
-        return columns
-
-    def _rows_of(self, columns: dict[str, "array[Any]"]) -> Iterator[RequestRow]:
-        stored = [columns[name] for name in _STORED]
-        for i in range(len(columns["number"])):
-            values = dict(zip(_STORED, (column[i] for column in stored), strict=True))
-            yield RequestRow(
-                class_name=self._names[columns["class_index"][i]],
-                error_kind=self._names[columns["error_index"][i]],
-                **values,
-            )
-
-    def _index(self, name: str) -> int:
-        if name not in self._names:
-            self._names.append(name)
-        return self._names.index(name)
-
-
-def _empty_columns() -> dict[str, "array[Any]"]:
-    return {name: array(code) for name, code in _TYPES.items()}
+        self._file.seek(self._num_in_file * _CHUNK_BYTES)
+        self._file.write(chunk)
+        self._file.flush()
+        self._num_in_file += 1

@@ -2,7 +2,8 @@
 
 Knows nothing of HTTP, JSON or time. A line ends with CR, LF or CRLF; comments, `event:`, `id:` and `retry:` are
 passed over; several `data:` lines of one event are joined by LF; one space after the colon is dropped; input may be
-cut at any byte. Every byte is looked at once, so a 1 MB event in 16 KB pieces costs no more than in one. Floor 3.
+cut at any byte. Every byte is looked at once, so a 1 MB event in 16 KB pieces costs no more than in one. Bytes of an
+event that is unfinished when the stream ends are lost, as the standard says. Floor 3.
 
 Source: WHATWG HTML, section 9.2.6 "Interpreting an event stream".
 """
@@ -25,9 +26,9 @@ class SseParser:
         self._at_start = True
 
     @property
-    def has_partial_event(self) -> bool:
-        """Whether bytes of an unfinished event are held: at the end of a stream they are lost, as the standard says."""
-        return bool(self._partial_line or self._data_lines)
+    def is_between(self) -> bool:
+        """Whether the next byte begins an event, and not the first one."""
+        return not (self._partial_line or self._data_lines or self._skip_line_feed or self._at_start)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take the next bytes; return the data of each event that is now complete, in order."""

@@ -13,6 +13,7 @@ import json
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from json.decoder import JSONDecodeError
 from typing import Any
 
@@ -27,6 +28,7 @@ class StreamDecoder:
     """The state of one answer. Moments are perf_counter seconds; 0.0 means that it has not happened."""
 
     __slots__ = (
+        "_is_answer",
         "_prefix",
         "_suffix",
         "cached_tokens",
@@ -53,8 +55,9 @@ class StreamDecoder:
     )
 
     def __init__(self, *, keep_text: bool = False, keep_times: bool = False) -> None:
-        self._prefix = b""  # of an event with answer text, up to and with the opening quote; empty: none known
+        self._prefix = b""  # of an event with text, up to and with the opening quote; empty: none known
         self._suffix = b""
+        self._is_answer = True  # else reasoning
         self.num_events = 0
         self.first_s = 0.0
         self.first_answer_s = 0.0
@@ -79,21 +82,28 @@ class StreamDecoder:
 
     def decode(self, times_s: Sequence[float], payloads: Sequence[bytes]) -> None:
         """Take events in order, each complete at its moment."""
+        prefix, suffix, is_answer = self._prefix, self._suffix, self._is_answer
+        run_s: list[float] = []  # moments of events in a row that need no parsing
         for time_s, payload in zip(times_s, payloads, strict=True):
-            prefix = self._prefix
-            if prefix and payload.startswith(prefix) and payload.endswith(self._suffix):
-                body = payload[len(prefix) : -len(self._suffix)]
+            if prefix and payload.startswith(prefix) and payload.endswith(suffix):
+                body = payload[len(prefix) : -len(suffix)]
                 if body and b'"' not in body and not body.endswith(b"\\"):
-                    self._take_tokens(time_s, True)
+                    run_s.append(time_s)
                     continue
+            if run_s:
+                self._take_tokens(run_s, is_answer)
+                run_s = []
             self._decode_fully(time_s, payload)
+            prefix, suffix, is_answer = self._prefix, self._suffix, self._is_answer
+        if run_s:
+            self._take_tokens(run_s, is_answer)
 
     def _decode_fully(self, time_s: float, payload: bytes) -> None:
         if payload == DONE:
             self.is_done = True
             return
         try:
-            event = json.loads(payload)
+            event = json.loads(payload.decode())
         except (JSONDecodeError, UnicodeDecodeError):
             self.malformed = f"an event is not JSON: {payload[:80]!r}"
             return
@@ -105,7 +115,7 @@ class StreamDecoder:
             return
         listed = event.get("choices")
         choices: list[Any] = listed if isinstance(listed, list) else []
-        has_token = is_answer = False
+        has_token = is_answer = has_finished = False
         for choice in choices:
             if not isinstance(choice, dict):
                 self.malformed = f"a choice is not an object: {payload[:80]!r}"
@@ -118,27 +128,35 @@ class StreamDecoder:
                     self.text.append(answer)
             if choice.get("finish_reason"):
                 self.finish_reason = str(choice["finish_reason"])
-            elif isinstance(answer, str) and len(choices) == 1 and not event.get("usage") and self.text is None:
-                self._learn(payload, answer)
+                has_finished = True
+            elif len(choices) == 1 and not event.get("usage") and self.text is None:
+                self._learn(payload, answer, reasoning)
         usage = event.get("usage")
         if isinstance(usage, dict):
+            was_told = self.output_tokens is not None
             grown = self._take_usage(usage)
-            if choices and grown:
-                has_token = True  # a token whose text is held back, e.g. half of a character
+            if choices and grown and (was_told or not has_finished or not self.num_events):
+                # A token whose text is held back, e.g. half of a character. Usage that comes but once, with the finish
+                # reason, counts the tokens that came before it.
+                has_token = True
             if has_token and self.num_events == 0:
                 self.first_event_tokens = self.usage_tokens
         if has_token:
-            self._take_tokens(time_s, is_answer)
+            self._take_tokens((time_s,), is_answer)
 
-    def _learn(self, payload: bytes, answer: str) -> None:
-        """Remember what surrounds the answer, where it is plain text that occurs once as a whole string."""
-        if not (answer.isascii() and answer.isprintable()) or '"' in answer or "\\" in answer:
+    def _learn(self, payload: bytes, answer: object, reasoning: object) -> None:
+        """Remember what surrounds the text, where it is plain text that occurs once as a whole string."""
+        text = answer or reasoning
+        if not isinstance(text, str) or (answer and reasoning):
             return
-        quoted = b'"%b"' % answer.encode()
+        if not (text.isascii() and text.isprintable()) or '"' in text or "\\" in text:
+            return
+        quoted = b'"%b"' % text.encode()
         start = payload.find(quoted)
         if start >= 0 and payload.find(quoted, start + 1) < 0:
             self._prefix = payload[: start + 1]
             self._suffix = payload[start + len(quoted) - 1 :]
+            self._is_answer = bool(answer)
 
     def _take_usage(self, usage: dict[str, Any]) -> bool:
         grown = False
@@ -154,31 +172,37 @@ class StreamDecoder:
             self.cached_tokens = details["cached_tokens"]
         return grown
 
-    def _take_tokens(self, time_s: float, is_answer: bool) -> None:
+    def _take_tokens(self, times_s: Sequence[float], is_answer: bool) -> None:
+        """Count events with tokens, all of the answer proper or all of reasoning."""
+        first_s = times_s[0]
         if self.num_events:
-            gap_s = time_s - self.last_s
-            if gap_s > UNIT_S:  # log_histogram.gap_bucket, without the call
-                bucket = 1 + int(_log(gap_s / UNIT_S) * PER_E)
-                self.gap_buckets.append(bucket if bucket < MAX_BUCKET else MAX_BUCKET)
-                self.gap_sum_s += gap_s
-                if gap_s > self.max_gap_s:
-                    self.max_gap_s = gap_s
-            else:
-                self.gap_buckets.append(0)
-                self.coalesced_events += 1
+            gaps_s = [first_s - self.last_s]
         else:
-            self.first_s = time_s
+            gaps_s = []
+            self.first_s = first_s
+        gaps_s += [later_s - earlier_s for earlier_s, later_s in pairwise(times_s)]
+        if gaps_s:  # log_histogram.gap_bucket, without a call for each
+            buckets = [1 + int(_log(gap_s / UNIT_S) * PER_E) if gap_s > UNIT_S else 0 for gap_s in gaps_s]
+            longest_s = max(gaps_s)
+            if longest_s > self.max_gap_s:
+                self.max_gap_s = longest_s
+                if max(buckets) > MAX_BUCKET:
+                    buckets = [min(bucket, MAX_BUCKET) for bucket in buckets]
+            self.gap_buckets.extend(buckets)
+            self.gap_sum_s += sum(gaps_s)
+            self.coalesced_events += buckets.count(0)
         if not is_answer:
-            self.reasoning_events += 1
+            self.reasoning_events += len(times_s)
         elif not self.first_answer_s:
-            self.first_answer_s = time_s
-        self.num_events += 1
-        self.last_s = time_s
-        index = int(time_s * _BINS_PER_S)
+            self.first_answer_s = first_s
+        self.num_events += len(times_s)
+        self.last_s = times_s[-1]
         bins = self.events_per_bin
-        bins[index] = bins.get(index, 0) + 1
+        for time_s in times_s:
+            index = int(time_s * _BINS_PER_S)
+            bins[index] = bins.get(index, 0) + 1
         if self.token_times_s is not None:
-            self.token_times_s.append(time_s)
+            self.token_times_s.extend(times_s)
 
 
 def _texts_of(choice: dict[str, Any]) -> tuple[object, object]:

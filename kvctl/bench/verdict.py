@@ -65,7 +65,7 @@ def judge(
         num_gaps += max(0, row.num_events - 1)
         if row.sent_s:
             num_sent += 1
-            late_s = row.sent_s - row.due_s - row.connect_s
+            late_s = row.sent_s - row.due_s - row.connect_s - row.place_wait_s
             num_late += late_s > report.late_s
             num_harmful += late_s > harm_s
             most_late_s = max(most_late_s, late_s)

@@ -8,12 +8,14 @@ Source: Linux, Documentation/networking/timestamping.rst, section 1.1 (SO_TIMEST
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from time import CLOCK_REALTIME, clock_gettime_ns, perf_counter, perf_counter_ns
 from typing import Protocol, cast
 
@@ -22,36 +24,51 @@ from kvctl.metrics.log_histogram import LogHistogram
 
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module of Python 3.11 does not name it
 _TIMESPEC = struct.Struct("@qq")
-_unpack_timespec = _TIMESPEC.unpack
+_iter_timespecs = _TIMESPEC.iter_unpack
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if sys.platform == "linux" else 0
 _READ_BYTES = 64 * 1024
+_MAX_KEPT = 16
 _OFFSET_AGE_S = 0.05
 _MAX_PLAUSIBLE_LAG_S = 10.0  # beyond it the wall clock was set in between: the moment of the read is taken
+
+
+Read = tuple[bytes, bytes | None, float]  # what came, the kernel's stamp, when it was read (perf_counter seconds)
 
 
 class ArrivalClock:
     """Turns the kernel's wall-clock stamps into perf_counter seconds, and keeps how late reads were handled."""
 
     def __init__(self) -> None:
-        self.uses_kernel = sys.platform == "linux"
+        self.uses_kernel = (
+            sys.platform == "linux" and sys.maxsize > 1 << 32
+        )  # False from the first read without a stamp
         self.lags = LogHistogram()
         self._recent_lags_s = array("d")
-        self._offset_ns = 0
+        self._offset_s = 0  # wall clock minus perf_counter: whole seconds ...
+        self._offset_rest_s = 0.0  # ... and the rest, apart for the sake of precision
         self._offset_until_s = 0.0
 
-    def arrival_s(self, stamp: bytes, now_s: float) -> float:
-        """The arrival that a stamp tells, never after `now_s`."""
-        if now_s > self._offset_until_s:
+    def arrivals_s(self, reads: Sequence[Read]) -> list[float]:
+        """The arrivals of reads that were made in order, each about the same time before its read."""
+        last_s = reads[-1][2]
+        if last_s > self._offset_until_s:
             self._measure_offset()
-            self._offset_until_s = now_s + _OFFSET_AGE_S
+            self._offset_until_s = last_s + _OFFSET_AGE_S
             self.flush()
-        seconds, nanoseconds = _unpack_timespec(stamp)
-        arrival_s: float = (seconds * 1_000_000_000 + nanoseconds - self._offset_ns) * 1e-9
-        lag_s = now_s - arrival_s
-        if 0.0 <= lag_s < _MAX_PLAUSIBLE_LAG_S:
-            self._recent_lags_s.append(lag_s)
-            return arrival_s
-        return now_s
+        stamps = [stamp for _, stamp, _ in reads if stamp is not None]
+        if len(stamps) == len(reads):
+            offset_s, rest_s = self._offset_s, self._offset_rest_s
+            arrivals_s = [
+                seconds - offset_s - rest_s + nanoseconds * 1e-9
+                for seconds, nanoseconds in _iter_timespecs(b"".join(stamps))
+            ]
+            lag_s = last_s - arrivals_s[-1]
+            if 0.0 <= lag_s < _MAX_PLAUSIBLE_LAG_S and 0.0 <= reads[0][2] - arrivals_s[0] < _MAX_PLAUSIBLE_LAG_S:
+                self._recent_lags_s.append(lag_s)
+                return arrivals_s
+        else:
+            self.uses_kernel = False
+        return [now_s for _, _, now_s in reads]
 
     def flush(self) -> None:
         """Move the lags kept last into the histogram."""
@@ -59,21 +76,23 @@ class ArrivalClock:
         del self._recent_lags_s[:]
 
     def _measure_offset(self) -> None:
-        best_ns = 1 << 62
+        best_ns, offset_ns = 1 << 62, 0
         for _ in range(3):
             before_ns = perf_counter_ns()
             wall_ns = clock_gettime_ns(CLOCK_REALTIME)
             after_ns = perf_counter_ns()
             if after_ns - before_ns < best_ns:
                 best_ns = after_ns - before_ns
-                self._offset_ns = wall_ns - (before_ns + after_ns) // 2
+                offset_ns = wall_ns - (before_ns + after_ns) // 2
+        self._offset_s, rest_ns = divmod(offset_ns, 1_000_000_000)
+        self._offset_rest_s = rest_ns * 1e-9
 
 
 class Receiver(Protocol):
     """Who reads from a wire."""
 
-    def receive(self, data: bytes, arrival_s: float) -> None:
-        """Take bytes; `arrival_s` is when the last of them came (perf_counter seconds)."""
+    def receive(self, reads: list[Read]) -> None:
+        """Take what was read, in order; `ArrivalClock` makes moments of the kernel's stamps."""
 
     def lost(self, error: OSError | None) -> None:
         """The connection has ended; called once."""
@@ -89,8 +108,11 @@ class Wire(Protocol):
             OSError: the connection is gone.
         """
 
+    def keep_reads(self, ending: bytes | None) -> None:
+        """From now on keep reads that end with this, some at a time, until one ends otherwise. None: keep none."""
+
     def close(self) -> None:
-        """Close; `lost` is not called any more."""
+        """Close; `lost` is not called any more. Reads that were kept are given out before."""
 
     def abort(self) -> None:
         """Close at once and rudely (the peer sees a reset)."""
@@ -101,27 +123,28 @@ class SocketWire:
 
     __slots__ = (
         "__weakref__",
-        "_arrival_s",
         "_fd",
+        "_kept_ending",
         "_poller",
-        "_receive",
+        "_reads",
         "_receiver",
         "_recvmsg",
         "_socket",
         "_unsent",
     )
 
-    def __init__(self, poller: SocketPoller, sock: socket.socket, clock: ArrivalClock, receiver: Receiver) -> None:
+    def __init__(self, poller: SocketPoller, sock: socket.socket, receiver: Receiver) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        with contextlib.suppress(OSError):  # a sandbox may know no stamps: reads then come without one
+            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         self._poller = poller
         self._socket = sock
         self._recvmsg = sock.recvmsg
         self._fd = sock.fileno()
-        self._arrival_s = clock.arrival_s
         self._receiver = receiver
-        self._receive = receiver.receive
+        self._reads: list[Read] = []
+        self._kept_ending: bytes | None = None
         self._unsent = bytearray()
         poller.add(self._fd, self._on_ready)
 
@@ -140,12 +163,17 @@ class SocketWire:
             self._poller.watch_writes(self._fd, True)
         self._unsent += memoryview(data)[sent:]
 
+    def keep_reads(self, ending: bytes | None) -> None:
+        """Keep reads that end with this, some at a time, until one ends otherwise."""
+        self._kept_ending = ending
+
     def close(self) -> None:
-        """Close; `lost` is not called any more."""
+        """Close; `lost` is not called any more. Reads that were kept are given out before."""
         if self._fd >= 0:
             self._poller.remove(self._fd)
             self._fd = -1
             self._socket.close()
+            self._give_out()
 
     def abort(self) -> None:
         """Close at once and rudely: unsent data is dropped, the peer sees a reset."""
@@ -165,13 +193,18 @@ class SocketWire:
         except OSError as error:
             self._lose(error)
             return
-        now_s = perf_counter()
         if not data:
             self._lose(None)
-        elif ancillary and len(ancillary[0][2]) == 16:
-            self._receive(data, self._arrival_s(ancillary[0][2], now_s))
-        else:
-            self._receive(data, now_s)
+            return
+        reads, kept_ending = self._reads, self._kept_ending
+        reads.append((data, ancillary[0][2] if ancillary else None, perf_counter()))
+        if kept_ending is None or len(reads) == _MAX_KEPT or not data.endswith(kept_ending):
+            self._give_out()
+
+    def _give_out(self) -> None:
+        reads, self._reads = self._reads, []
+        if reads:
+            self._receiver.receive(reads)
 
     def _on_writable(self) -> None:
         try:
@@ -208,7 +241,7 @@ class TransportWire(asyncio.Protocol):
         """asyncio: bytes have been read."""
         now_s = perf_counter()
         if self._receiver is not None:
-            self._receiver.receive(data, now_s)
+            self._receiver.receive([(data, None, now_s)])
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the connection has ended."""
@@ -219,6 +252,9 @@ class TransportWire(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Hand bytes to the transport, which writes them at once where it can."""
         self._transport.write(data)
+
+    def keep_reads(self, ending: bytes | None) -> None:
+        """Nothing is kept: the moments are those of the reads."""
 
     def close(self) -> None:
         """Close; `lost` is not called any more."""
@@ -234,7 +270,6 @@ class TransportWire(asyncio.Protocol):
 async def connect(
     poller: SocketPoller | None,
     address: tuple[str, int],
-    clock: ArrivalClock,
     receiver: Receiver,
     *,
     tls: ssl.SSLContext | None = None,
@@ -247,7 +282,6 @@ async def connect(
     """
     loop = asyncio.get_running_loop()
     if tls is not None or poller is None:
-        clock.uses_kernel = False
         _, wire = await loop.create_connection(
             lambda: TransportWire(receiver), *address, ssl=tls, server_hostname=server_hostname
         )
@@ -256,7 +290,7 @@ async def connect(
     sock.setblocking(False)
     try:
         await loop.sock_connect(sock, address)
-        return SocketWire(poller, sock, clock, receiver)
+        return SocketWire(poller, sock, receiver)
     except BaseException:
         sock.close()
         raise

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvctl.bench import request_table
 from kvctl.bench.request_table import RequestRow, RequestTable
 
 ROW = RequestRow(
@@ -18,6 +19,7 @@ ROW = RequestRow(
     last_s=100.86,
     end_s=100.87,
     connect_s=0.25,
+    place_wait_s=0.0,
     max_gap_s=0.125,
     output_tokens=32,
     first_event_tokens=1,
@@ -70,10 +72,22 @@ def test_tens_of_thousands_of_rows_take_no_memory_and_survive_a_trip_to_another_
     table = RequestTable()
     for i in range(20_001):
         table.append(replace(ROW, number=i))
-    assert sum(len(column) for column in table._columns.values()) < 20 * 8192
+    assert len(table._records) < 200 * 8192
+    assert table._in_memory == []
     copy = pickle.loads(pickle.dumps(table))
     for one in (table, copy):
         assert len(one) == 20_001
         assert [row.number for row in one.rows()] == list(range(20_001))
     copy.append(ROW)
     assert list(copy.rows())[-1] == ROW
+
+
+def test_without_a_place_for_a_file_the_rows_stay_in_memory(monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(request_table.tempfile, "TemporaryFile", full)
+    table = RequestTable()
+    for i in range(20_000):
+        table.append(replace(ROW, number=i))
+    assert [row.number for row in table.rows()] == list(range(20_000))

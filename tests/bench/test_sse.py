@@ -54,12 +54,15 @@ def test_several_events_of_one_read_come_in_order():
     assert SseParser().feed(b"data: 1\n\ndata: 2\n\ndata: 3\n\nda") == [b"1", b"2", b"3"]
 
 
-def test_an_unfinished_event_is_held_and_told():
+def test_where_an_event_may_begin_is_told():
     parser = SseParser()
+    assert not parser.is_between  # a byte order mark may come
     assert parser.feed(b"data: 1\n") == []
-    assert parser.has_partial_event
+    assert not parser.is_between
     assert parser.feed(b"\n") == [b"1"]
-    assert not parser.has_partial_event
+    assert parser.is_between
+    assert parser.feed(b"data: 2\r\r") == [b"2"]
+    assert not parser.is_between  # a line feed may belong to that return
 
 
 @pytest.mark.parametrize("piece", [1 << 10, 1 << 14, 1 << 16])

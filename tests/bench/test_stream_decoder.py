@@ -51,6 +51,27 @@ def test_finish_and_usage_events_add_no_gap():
     )
 
 
+def test_usage_told_with_the_finish_reason_is_no_token():
+    last = chat({}, "stop", usage={"prompt_tokens": 9, "completion_tokens": 32})
+    decoder = decoded([*((50 + 10 * i, chat({"content": "a"})) for i in range(32)), (360.1, last), (360.2, b"[DONE]")])
+    assert (decoder.num_events, decoder.output_tokens, decoder.last_s) == (32, 32, 0.360)
+    only = decoded([(70, chat({}, "length", usage={"completion_tokens": 1}))])  # its text was held back to the end
+    assert (only.num_events, only.first_s) == (1, 0.070)
+
+
+def test_a_last_token_without_text_is_seen_through_continuous_usage():
+    events = [
+        (50, completion("a", usage={"completion_tokens": 1})),
+        (
+            60,
+            json.dumps(
+                {"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}
+            ).encode(),
+        ),
+    ]
+    assert decoded(events).last_s == 0.060
+
+
 def test_reasoning_counts_for_the_first_token_and_not_for_the_answer():
     events = [(50 + 10 * i, chat({"reasoning_content" if i < 16 else "content": "a"})) for i in range(32)]
     decoder = decoded(events)
@@ -149,6 +170,13 @@ def test_text_that_looks_like_structure_does_not_fool_the_short_way(hostile):
     assert decoder.num_events == 3
     assert decoder.finish_reason is None
     assert decoder.malformed is None
+
+
+def test_reasoning_and_answer_are_told_apart_on_the_short_way_too():
+    deltas = [{"reasoning_content": "a"}] * 9 + [{"content": "a"}] * 5 + [{"reasoning_content": "b"}] * 3
+    decoder = decoded([(10 * i, chat(delta)) for i, delta in enumerate(deltas, 1)])
+    assert (decoder.num_events, decoder.reasoning_events, decoder.first_answer_s) == (17, 12, 0.1)
+    assert len(decoder.gap_buckets) == 16
 
 
 def test_a_finish_reason_after_the_same_beginning_is_seen():

@@ -13,12 +13,13 @@ from kvctl.bench.wire import ArrivalClock, SocketWire
 
 
 class Reader:
-    def __init__(self):
+    def __init__(self, clock=None):
+        self.clock = clock or ArrivalClock()
         self.reads = []
         self.lost_with = "open"
 
-    def receive(self, data, arrival_s):
-        self.reads.append((data, arrival_s))
+    def receive(self, reads):
+        self.reads += zip((data for data, _, _ in reads), self.clock.arrivals_s(reads), strict=True)
 
     def lost(self, error):
         self.lost_with = error
@@ -45,8 +46,9 @@ def test_the_moment_is_that_of_the_arrival_though_the_reader_was_busy(pair):
     ours, theirs = pair
 
     async def main():
-        clock, reader = ArrivalClock(), Reader()
-        wire = SocketWire(SocketPoller(asyncio.get_running_loop()), ours, clock, reader)
+        clock = ArrivalClock()
+        reader = Reader(clock)
+        wire = SocketWire(SocketPoller(asyncio.get_running_loop()), ours, reader)
         await asyncio.sleep(0.01)
         theirs.sendall(b"hello")
         sent_s = time.perf_counter()
@@ -68,7 +70,7 @@ def test_a_wall_clock_that_was_set_falls_back_to_the_read():
     now_s = time.perf_counter()
     for wrong in (time.time() + 3600, time.time() - 3600):
         stamp = struct.pack("@qq", int(wrong), 0)
-        assert clock.arrival_s(stamp, now_s) == now_s
+        assert clock.arrivals_s([(b"", stamp, now_s)]) == [now_s]
 
 
 def test_what_the_kernel_does_not_take_at_once_is_sent_later(pair):
@@ -77,7 +79,7 @@ def test_what_the_kernel_does_not_take_at_once_is_sent_later(pair):
 
     async def main():
         loop = asyncio.get_running_loop()
-        wire = SocketWire(SocketPoller(loop), ours, ArrivalClock(), Reader())
+        wire = SocketWire(SocketPoller(loop), ours, Reader())
         wire.send(data)
         wire.send(b"end")
         theirs.setblocking(False)
@@ -95,7 +97,7 @@ def test_a_reset_is_told_as_an_error(pair):
 
     async def main():
         reader = Reader()
-        SocketWire(SocketPoller(asyncio.get_running_loop()), ours, ArrivalClock(), reader)
+        SocketWire(SocketPoller(asyncio.get_running_loop()), ours, reader)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         theirs.close()
         while reader.lost_with == "open":
@@ -110,7 +112,7 @@ def test_the_end_of_a_connection_is_told_once(pair):
 
     async def main():
         reader = Reader()
-        wire = SocketWire(SocketPoller(asyncio.get_running_loop()), ours, ArrivalClock(), reader)
+        wire = SocketWire(SocketPoller(asyncio.get_running_loop()), ours, reader)
         theirs.close()
         while reader.lost_with == "open":
             await asyncio.sleep(0)
