@@ -4,12 +4,12 @@ Knows huggingface-hub and which files a served model needs; does not read them. 
 """
 
 import errno
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Final
 
+from kvctl.engine.json_file import read_json_object
 from kvctl.errors import KvctlError, ModelBroken, ModelNotFound, ModelNotSupported
 from kvctl.units import format_bytes
 
@@ -63,9 +63,9 @@ def is_whole(folder: Path) -> bool:
     if (folder / "model.safetensors").is_file():
         return True
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = read_json_object(folder / "model.safetensors.index.json")
         return all((folder / shard).is_file() for shard in set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (ModelBroken, KeyError, AttributeError, TypeError):
         return False
 
 
@@ -86,7 +86,7 @@ def _download(name: str, revision: str | None) -> Path:
         # Before gigabytes come: an architecture that is not served is told now.
         # By the branch's name, not its commit: so the cache notes which commit the name stands for.
         config = hf_hub_download(name, "config.json", revision=revision)
-        parse_decoder_config(json.loads(Path(config).read_text(encoding="utf-8")))
+        parse_decoder_config(read_json_object(Path(config)))
         print(f"Downloading {name} from the hub ...", file=sys.stderr, flush=True)
         folder = _snapshot(name, revision, from_cache=False)
     except GatedRepoError:
@@ -101,8 +101,8 @@ def _download(name: str, revision: str | None) -> Path:
             f"there is no model {name} on the hub, and no such folder here",
             hint="Check the spelling; a private model needs HF_TOKEN.",
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelBroken(f"config.json of {name} is not valid JSON: {error}", hint="Try another revision.") from None
+    except (ModelBroken, ModelNotSupported):
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise KvctlError(f"no room left while downloading {name}", hint="Set HF_HOME to a larger disk.") from None

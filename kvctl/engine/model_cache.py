@@ -15,12 +15,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from kvctl.engine.progress import Report
-from kvctl.errors import KvctlError
+from kvctl.errors import ConfigError, KvctlError
 from kvctl.units import format_bytes
 
 MANIFEST: Final = "kvctl_manifest.json"
@@ -30,13 +30,23 @@ _HASH_PIECE_BYTES: Final = 1 << 20
 
 
 def cache_dir() -> Path:
-    """Return where prepared models are kept: $KVCTL_CACHE_DIR, else $XDG_CACHE_HOME/kvctl, else ~/.cache/kvctl."""
+    """Return where prepared models are kept: $KVCTL_CACHE_DIR, else $XDG_CACHE_HOME/kvctl, else ~/.cache/kvctl.
+
+    Raises:
+        ConfigError: none of them is there.
+    """
     own = os.environ.get("KVCTL_CACHE_DIR")
     if own:
         return Path(own).expanduser().absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(xdg) if Path(xdg).is_absolute() else Path("~/.cache").expanduser()  # relative ones count as unset (XDG)
-    return base / "kvctl"
+    if Path(xdg).is_absolute():  # relative ones count as unset (XDG)
+        return Path(xdg) / "kvctl"
+    try:
+        return Path("~/.cache/kvctl").expanduser()
+    except RuntimeError:  # a container's user without a name and without $HOME
+        raise ConfigError(
+            "there is no home directory to keep prepared models in", hint="Set KVCTL_CACHE_DIR to a folder."
+        ) from None
 
 
 def ensure_folder(
@@ -145,9 +155,13 @@ def _is_whole(folder: Path, source: str, report: Report) -> bool:
             if status.st_size != size:
                 report(f"Rebuilding the cached model: {path.name} is damaged", None)
                 return False
-            if status.st_mtime_ns != mtime_ns and _sha256(path) != sha256:
+            if status.st_mtime_ns == mtime_ns:
+                continue
+            if _sha256(path) != sha256:
                 report(f"Rebuilding the cached model: {path.name} was changed", None)
                 return False
+            with suppress(OSError):  # of a read-only cache: looked at again next time
+                os.utime(path, ns=(status.st_atime_ns, mtime_ns))
     except OSError:
         report("Rebuilding the cached model: a file is missing or cannot be read", None)
         return False

@@ -171,9 +171,10 @@ def test_an_architecture_that_is_not_served_is_told_before_the_weights_come(
 
 
 def test_a_broken_config_is_told_before_the_weights_come(tmp_path: Path, model_files: dict[str, bytes]) -> None:
-    with running_hub(model_files | {"config.json": b"{"}) as (address, _):
-        answer = resolve("some/model", cache=tmp_path, HF_ENDPOINT=address).stdout
-    assert answer.startswith("ModelBroken config.json of some/model is not valid JSON")
+    for broken, words in ((b"{", "config.json is not valid JSON"), (b"[]", "config.json holds a list")):
+        with running_hub(model_files | {"config.json": broken}) as (address, _):
+            answer = resolve("some/model", cache=tmp_path / words, HF_ENDPOINT=address).stdout
+        assert answer.startswith("ModelBroken ") and words in answer
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_native_keeps_one_copy_of_the_weight():
     linear = Linear(weight, None, select_linears("cpu", torch.bfloat16, "native"))
     linear.prepack()
     assert linear.weight is None
-    assert linear.packed_bytes == weight.numel() * 2
+    assert linear.packed.packed_bytes == weight.numel() * 2
 
 
 def test_native_refuses_an_input_of_another_width_or_dtype():

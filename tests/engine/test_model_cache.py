@@ -15,7 +15,7 @@ import pytest
 from kvctl.engine import model_cache
 from kvctl.engine.model_cache import MANIFEST, cache_dir, ensure_folder
 from kvctl.engine.progress import Report, silent
-from kvctl.errors import KvctlError, ModelBroken
+from kvctl.errors import ConfigError, KvctlError, ModelBroken
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +98,12 @@ def test_damage_is_found_and_repaired(damage: str) -> None:
 def test_a_copied_cache_with_new_file_times_is_not_built_again() -> None:
     build = Builder()
     folder = ensure(build)
+    written_ns = (folder / "model.safetensors").stat().st_mtime_ns
     os.utime(folder / "model.safetensors", (1, 1))
     ensure(build)
     assert build.calls == 1
+    # nor are its gigabytes read at every start from then on
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written_ns
 
 
 def test_an_error_while_building_leaves_nothing(cache: Path) -> None:
@@ -157,6 +160,18 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache_dir() == tmp_path / "xdg" / "kvctl"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_dir() == tmp_path / ".cache" / "kvctl"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KVCTL_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", has_none)
+    with pytest.raises(ConfigError, match="no home directory") as caught:
+        cache_dir()
+    assert "KVCTL_CACHE_DIR" in str(caught.value)
 
 
 _SLOW_BUILD = """

@@ -27,8 +27,6 @@ from kvctl_kernels.cpu_ops import DTYPE_CODES
 class PackedLinear(Protocol):
     """A weight [N, K] in a backend's own layout."""
 
-    packed_bytes: int  # memory the weight takes in this layout
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> x @ weight.T + bias, [T, N]."""
 
@@ -60,7 +58,6 @@ class TorchLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
-        self.packed_bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `PackedLinear`."""
@@ -95,7 +92,6 @@ class OneDnnLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_BATCH_HINT)
         self._bias = bias
         self._row_major: Tensor | None = None
-        self.packed_bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `PackedLinear`."""
@@ -106,7 +102,6 @@ class OneDnnLinear:
         """See `PackedLinear`. The first call costs a second copy of the weight."""
         if self._row_major is None:
             self._row_major = self._packed.to_dense()
-            self.packed_bytes *= 2
         return F.embedding(indices, self._row_major)
 
 
@@ -178,7 +173,6 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, backend: LinearBackend | None = None) -> None:
         self.weight: Tensor | None = weight  # None once packed elsewhere
         self.bias = bias
-        self.out_features, self.in_features = weight.shape
         self._backend = backend or TorchLinears()
         self._packed: PackedLinear = TorchLinear(weight, bias)
 
@@ -201,8 +195,3 @@ class Linear:
     def packed(self) -> PackedLinear:
         """The weight as the backend holds it, for what computes several operations at once."""
         return self._packed
-
-    @property
-    def packed_bytes(self) -> int:
-        """Memory the weight takes."""
-        return self._packed.packed_bytes
