@@ -43,6 +43,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
         "moe_k",
     ),
     "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
+    "n_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "num_nextn_predict_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"),
     "dtype": ("torch_dtype", "dtype"),
 }

@@ -16,10 +16,14 @@ FFN_WIDTH: dict[str, Callable[[ConfigView], int]] = {
     "gpt2": lambda view: 4 * view.required_int("hidden_size"),
     "gptj": lambda view: 4 * view.required_int("hidden_size"),
     "bloom": lambda view: 4 * view.required_int("hidden_size"),
+    "gpt_bigcode": lambda view: 4 * view.required_int("hidden_size"),
+    "falcon": lambda view: 4 * view.required_int("hidden_size"),
+    "solar_open": lambda view: view.required_int("moe_intermediate_size"),
     "mpt": lambda view: (view.optional_int("expansion_ratio") or 4) * view.required_int("hidden_size"),
     "qwen3_5_moe": lambda view: view.required_int("moe_intermediate_size"),
     "qwen3_5_moe_text": lambda view: view.required_int("moe_intermediate_size"),
 }
+NO_FFN = frozenset({"mamba", "falcon_mamba", "mamba2"})  # a mixer is all that a layer has
 _SPARSE_FROM_FIRST = frozenset({"mixtral", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"})
 
 
@@ -27,7 +31,20 @@ def _width(view: ConfigView, family: str) -> int:
     given = view.optional_int("intermediate_size")
     if given is None and family in FFN_WIDTH:
         return FFN_WIDTH[family](view)
-    return given or view.required_int("intermediate_size")
+    width = given or view.required_int("intermediate_size")
+    if family == "qwen":  # the first Qwen counts both halves of its gated width
+        return width // 2
+    return _lfm2_width(view, width) if family == "lfm2" else width
+
+
+def _lfm2_width(view: ConfigView, width: int) -> int:
+    """Two thirds of the width, times a factor, in multiples. Source: transformers' Lfm2MLP."""
+    if not view.fields.get("block_auto_adjust_ff_dim", True):
+        return width
+    factor = view.fields.get("block_ffn_dim_multiplier")
+    wanted = int((factor if isinstance(factor, int | float) else 1) * (2 * width // 3))
+    multiple = view.optional_int("block_multiple_of") or 256
+    return -(-wanted // multiple) * multiple
 
 
 def is_sparse(view: ConfigView, family: str, index: int) -> bool:
@@ -45,6 +62,10 @@ def is_sparse(view: ConfigView, family: str, index: int) -> bool:
         return bool(index % period == offset)
     if family in _SPARSE_FROM_FIRST:
         return True
+    if family == "ernie4_5_moe":
+        first, last = view.count("moe_layer_start_index"), view.count("moe_layer_end_index")
+        period = view.optional_int("moe_layer_interval") or 1
+        return (index + 1) % period == 0 and first <= index and (last <= 0 or index <= last)
     if index in (view.ints("mlp_only_layers") or []) or index < view.count("first_k_dense_replace"):
         return False
     frequency = view.fields.get("moe_layer_freq")
@@ -64,8 +85,13 @@ def feed_forward(
         ModelBroken: a width is missing.
     """
     family, hidden = shape.family, view.required_int("hidden_size")
+    if family in NO_FFN:
+        return []
     if family == "nemotron_h":
         return _nemotron(view, index, shapes)
+    alongside = view.count("shared_intermediate_size")  # Granite's MLP beside the experts, or instead of them
+    if alongside and not view.get("num_experts"):
+        return [_dense("shared mlp", view, traits, hidden, alongside, index)]
     if not is_sparse(view, family, index):
         width = _width(view, family)
         if family in ("llama4", "llama4_text"):
@@ -76,7 +102,7 @@ def feed_forward(
 
 def _dense(name: str, view: ConfigView, traits: Traits, hidden: int, width: int, index: int) -> WeightPart:
     matrices = 3 if traits.gated else 2
-    bias = ((matrices - 1) * width + hidden) if flag(traits.mlp_bias, view, "mlp_bias") else 0
+    bias = ((matrices - 1) * width + hidden) if flag(traits.mlp_bias, view, traits, "mlp_bias") else 0
     return WeightPart(name, matrices * hidden * width + bias, "split", True, index)
 
 
@@ -96,6 +122,9 @@ def _experts(view: ConfigView, family: str, traits: Traits, hidden: int, index: 
         parts.append(WeightPart("shared gate", hidden, "whole", False, index))
     else:
         shared = 1 if llama4 else view.count("n_shared_experts")
+        alongside = view.count("shared_intermediate_size")
+        if alongside:
+            parts.append(WeightPart("shared mlp", 3 * hidden * alongside, "split", True, index))
         if shared:
             parts.append(WeightPart("shared expert", 3 * hidden * width * shared, "split", True, index))
     return parts

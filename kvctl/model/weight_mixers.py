@@ -11,9 +11,9 @@ from kvctl.model.model_shape import ModelShape
 from kvctl.model.weight_traits import Traits, WeightPart
 
 
-def flag(choice: bool | None, view: ConfigView, field: str) -> bool:
-    """A family's fixed choice, or what the config's `field` says where the family leaves it open."""
-    return bool(view.fields.get(field)) if choice is None else choice
+def flag(choice: bool | None, view: ConfigView, traits: Traits, field: str) -> bool:
+    """A family's fixed choice, or what the config's `field` (or the family's own) says where it is left open."""
+    return bool(view.fields.get(traits.bias_field or field)) if choice is None else choice
 
 
 Mixer = Callable[[ConfigView, ModelShape, Traits, LayerShape], list[WeightPart]]
@@ -25,7 +25,8 @@ def attention(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerS
         return []
     hidden, heads = view.required_int("hidden_size"), view.num_heads
     index, kv_heads, dim, value_dim = layer.index, layer.num_kv_heads, layer.key_dim, layer.value_dim
-    qkv_bias, o_bias = flag(traits.qkv_bias, view, "attention_bias"), flag(traits.o_bias, view, "attention_bias")
+    qkv_bias = flag(traits.qkv_bias, view, traits, "attention_bias") or bool(view.fields.get("use_qkv_bias"))
+    o_bias = flag(traits.o_bias, view, traits, "attention_bias")
     gate = 2 if shape.family.startswith(("qwen3_next", "qwen3_5")) else 1  # their queries carry an output gate
     query = heads * dim * gate
     parts = [
@@ -84,12 +85,48 @@ def _gated_delta(view: ConfigView, shape: ModelShape, traits: Traits, layer: Lay
     ]
 
 
+def _kimi_delta(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerShape) -> list[WeightPart]:
+    """q, k, v with their convolutions, low-rank gates, per-head decay. Source: Kimi-Linear's config."""
+    hidden, index, nested = view.required_int("hidden_size"), layer.index, view.part("linear_attn_config")
+    heads = int(nested.get("num_heads") or view.required_int("linear_num_heads"))
+    dim = int(nested.get("head_dim") or view.required_int("linear_head_dim"))
+    kernel = int(nested.get("short_conv_kernel_size") or view.optional_int("linear_conv_kernel_dim") or 4)
+    inner = heads * dim
+    return [
+        WeightPart("linear in", 3 * hidden * inner + hidden * heads, "split", True, index),
+        WeightPart("linear conv", 3 * inner * kernel, "split", False, index),
+        WeightPart("linear gates", 2 * (hidden + inner) * dim, "split", True, index),
+        WeightPart("linear decay", inner + heads, "split", False, index),
+        WeightPart("linear norm", dim, "whole", False, index),
+        WeightPart("linear out", inner * hidden, "split", True, index),
+    ]
+
+
+def _lightning(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerShape) -> list[WeightPart]:
+    """Fused q, k, v, an output gate, a norm and the output projection. Source: MiniMax-Text-01's config."""
+    hidden, inner = view.required_int("hidden_size"), view.num_heads * view.head_dim
+    return [
+        WeightPart("linear in", 4 * hidden * inner, "split", True, layer.index),
+        WeightPart("linear norm", inner, "split", False, layer.index),
+        WeightPart("linear out", inner * hidden, "split", True, layer.index),
+    ]
+
+
+def _short_conv(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerShape) -> list[WeightPart]:
+    """LFM2's gated short convolution: in (three parts) and out projections, one kernel per channel."""
+    hidden, kernel = view.required_int("hidden_size"), view.optional_int("conv_L_cache") or 3
+    return [
+        WeightPart("conv in and out", 4 * hidden * hidden, "split", True, layer.index),
+        WeightPart("conv", hidden * kernel, "split", False, layer.index),
+    ]
+
+
 def _mamba2(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerShape) -> list[WeightPart]:
     """In and out projections, convolution with bias, decay, skip and time step, and the gated norm."""
     hidden, index = view.required_int("hidden_size"), layer.index
-    heads = view.optional_int("mamba_n_heads") or view.required_int("mamba_num_heads")
-    dim = view.optional_int("mamba_d_head") or view.required_int("mamba_head_dim")
-    state = view.optional_int("mamba_d_state") or view.required_int("ssm_state_size")
+    heads = view.optional_int("mamba_n_heads") or view.optional_int("mamba_num_heads") or view.num_heads
+    dim = view.optional_int("mamba_d_head") or view.optional_int("mamba_head_dim") or view.head_dim
+    state = view.optional_int("mamba_d_state") or view.optional_int("ssm_state_size") or view.required_int("state_size")
     groups = view.optional_int("mamba_n_groups") or view.optional_int("n_groups") or 1
     kernel = view.optional_int("mamba_d_conv") or view.optional_int("conv_kernel") or 4
     inner = heads * dim
@@ -105,20 +142,21 @@ def _mamba2(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerSha
 
 
 def _mamba1(view: ConfigView, shape: ModelShape, traits: Traits, layer: LayerShape) -> list[WeightPart]:
-    """Jamba's Mamba block: its projections, convolution, time-step rank and inner norms."""
+    """A Mamba block: its projections, convolution and time-step rank; Jamba's has inner norms."""
     hidden, index = view.required_int("hidden_size"), layer.index
-    inner = (view.optional_int("mamba_expand") or 2) * hidden
-    state = view.required_int("mamba_d_state")
-    kernel = view.optional_int("mamba_d_conv") or 4
-    given = view.get("mamba_dt_rank")
+    inner = (view.optional_int("mamba_expand") or view.optional_int("expand") or 2) * hidden
+    state = view.optional_int("mamba_d_state") or view.required_int("state_size")
+    kernel = view.optional_int("mamba_d_conv") or view.optional_int("conv_kernel") or 4
+    given = view.get("mamba_dt_rank") or view.get("time_step_rank")
     rank = given if isinstance(given, int) else -(-hidden // 16)
+    norms = rank + 2 * state if shape.family == "jamba" else 0
     return [
         WeightPart("mamba in", hidden * 2 * inner, "split", True, index),
         WeightPart("mamba conv", inner * (kernel + 1), "split", False, index),
         WeightPart("mamba x", inner * (rank + 2 * state), "split", True, index),
         WeightPart("mamba dt", rank * inner + inner, "split", True, index),
         WeightPart("mamba decay", inner * state + inner, "split", False, index),
-        WeightPart("mamba norms", rank + 2 * state, "whole", False, index),
+        WeightPart("mamba norms", norms, "whole", False, index),
         WeightPart("mamba out", inner * hidden, "split", True, index),
     ]
 
@@ -128,6 +166,9 @@ MIXERS: dict[str, Mixer] = {
     "dsa": _latent,
     "dsa shared": _latent,
     "gdn": _gated_delta,
+    "kda": _kimi_delta,
+    "lightning": _lightning,
+    "conv": _short_conv,
     "mamba2": _mamba2,
     "mamba1": _mamba1,
 }

@@ -8,7 +8,7 @@ from kvctl.model import weight_gemma4
 from kvctl.model.config_view import ConfigView
 from kvctl.model.layer_shape import LayerShape
 from kvctl.model.model_shape import ModelShape
-from kvctl.model.weight_ffn import FFN_WIDTH, feed_forward
+from kvctl.model.weight_ffn import FFN_WIDTH, NO_FFN, feed_forward
 from kvctl.model.weight_mixers import MIXERS, attention
 from kvctl.model.weight_traits import TRAITS, Traits, WeightPart
 
@@ -23,9 +23,9 @@ def weight_parts(shape: ModelShape) -> tuple[WeightPart, ...] | None:
     """
     traits = TRAITS.get(shape.family)
     view = shape.view
-    if traits is None or not view.get("vocab_size") or not view.get("hidden_size"):
+    if traits is None or not view.get("vocab_size") or not view.get("hidden_size") or _is_other_design(view):
         return None
-    if view.get("intermediate_size") is None and shape.family not in FFN_WIDTH:
+    if view.get("intermediate_size") is None and shape.family not in FFN_WIDTH and shape.family not in NO_FFN:
         return None
     hidden = view.required_int("hidden_size")
     vocab = view.required_int("vocab_size")
@@ -39,7 +39,8 @@ def weight_parts(shape: ModelShape) -> tuple[WeightPart, ...] | None:
     if traits.final_norm:
         parts.append(WeightPart("final norm", norm, "whole", False))
     if not _is_tied(view, traits):
-        parts.append(WeightPart("lm_head", vocab * hidden + (vocab if traits.head_bias else 0), "vocab", False))
+        head_bias = vocab if traits.head_bias or view.fields.get("lm_head_bias") else 0
+        parts.append(WeightPart("lm_head", vocab * hidden + head_bias, "vocab", False))
     by_layer: dict[int, list[LayerShape]] = {}
     for layer in shape.layers:
         by_layer.setdefault(layer.index, []).append(layer)
@@ -47,11 +48,25 @@ def weight_parts(shape: ModelShape) -> tuple[WeightPart, ...] | None:
         parts += weight_gemma4.outside_layers(view, shape.num_layers)
         return tuple(parts + [part for layer in shape.layers for part in weight_gemma4.layer_parts(view, layer)])
     for index, shapes in by_layer.items():
-        parts.append(WeightPart("norms", traits.norms * norm, "whole", False, index))
+        parts.append(WeightPart("norms", _norms(view, shape.family, traits) * norm, "whole", False, index))
         for layer in shapes:
             parts += MIXERS.get(layer.label or layer.kind.value, attention)(view, shape, traits, layer)
         parts += feed_forward(view, shape, traits, index, shapes)
     return tuple(parts)
+
+
+def _is_other_design(view: ConfigView) -> bool:
+    """Kimi K3 goes by Kimi-Linear's rules for its cache, but its gates and experts are others."""
+    return bool(view.part("linear_attn_config").get("use_full_rank_gate"))
+
+
+def _norms(view: ConfigView, family: str, traits: Traits) -> int:
+    """Norms of a layer; Falcon has one where attention and MLP run side by side, two in its newer design."""
+    if family != "falcon":
+        return traits.norms
+    if view.fields.get("new_decoder_architecture"):
+        return view.optional_int("num_ln_in_parallel_attn") or 2
+    return 1 if view.fields.get("parallel_attn", True) else 2
 
 
 def _is_tied(view: ConfigView, traits: Traits) -> bool:

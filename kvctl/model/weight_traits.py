@@ -44,6 +44,7 @@ class Traits:
     router_bias: bool = False
     sinks: bool = False  # one learned sink per query head
     expert_bias: bool = False
+    bias_field: str = ""  # the field that switches all biases of linear layers, where a family has one
 
 
 _LLAMA = Traits()
@@ -54,6 +55,24 @@ TRAITS: dict[str, Traits] = {
     **dict.fromkeys(("ministral", "ministral3", "granite", "smollm3", "deepseek"), _LLAMA),
     **dict.fromkeys(("aquila", "cwm", "emu3", "exaone", "granitemoe", "helium", "iquestcoder", "ernie4_5"), _LLAMA),
     "youtu": _LLAMA,
+    **dict.fromkeys(("baichuan", "minicpm", "xverse", "skywork", "solar"), _LLAMA),
+    **dict.fromkeys(("internlm", "internlm2"), Traits(bias_field="bias")),
+    "qwen": Traits(qkv_bias=True, o_bias=False),
+    "olmo": Traits(norms=0, final_norm=False),
+    "flex_olmo": Traits(qk_norm="full"),
+    "stablelm": Traits(norm_bias=True),
+    "phimoe": Traits(norm_bias=True),
+    "falcon": Traits(gated=False, norm_bias=True, norms=1, tied=True, bias_field="bias"),
+    "solar_open": Traits(router_bias=True),
+    "exaone_moe": Traits(qk_norm="head", router_bias=True),
+    "ernie4_5_moe": Traits(tied=True, router_bias=True, bias_field="use_bias"),
+    "minicpm3": Traits(tied=True),
+    "minimax": _LLAMA,
+    "kimi_linear": Traits(router_bias=True),
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _LLAMA),
+    **dict.fromkeys(("mamba", "falcon_mamba"), Traits(norms=1, tied=True)),
+    "mamba2": Traits(norms=1),
+    "lfm2": Traits(qk_norm="head", tied=True),
     "sarvam_moe": Traits(router_bias=True),
     "arcee": Traits(gated=False),
     "mellum": Traits(qk_norm="head"),
@@ -89,8 +108,9 @@ TRAITS: dict[str, Traits] = {
     "cohere2": Traits(norms=1, tied=True),
     "starcoder2": Traits(gated=False, mlp_bias=True, qkv_bias=True, o_bias=True, norm_bias=True, tied=True),
     "opt": Traits(gated=False, mlp_bias=True, qkv_bias=True, o_bias=True, norm_bias=True, position_offset=2, tied=True),
-    "gpt2": Traits(
-        gated=False, mlp_bias=True, qkv_bias=True, o_bias=True, norm_bias=True, position_offset=0, tied=True
+    **dict.fromkeys(
+        ("gpt2", "gpt_bigcode"),
+        Traits(gated=False, mlp_bias=True, qkv_bias=True, o_bias=True, norm_bias=True, position_offset=0, tied=True),
     ),
     "gptj": Traits(gated=False, mlp_bias=True, qkv_bias=False, o_bias=False, norm_bias=True, norms=1, head_bias=True),
     "gpt_neox": Traits(gated=False, mlp_bias=True, qkv_bias=True, o_bias=True, norm_bias=True),

@@ -11,6 +11,9 @@ FAMILIES = (
     "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "emu3", "ernie4_5", "exaone", "exaone4", "glm", "glm4",
     "granite", "granitemoe", "helium", "iquestcoder", "jais2", "mellum", "olmo2", "olmo3",
     "olmo_hybrid", "olmoe", "phi3", "sarvam_moe", "seed_oss", "smollm3", "starcoder2", "youtu", "glm4_moe_lite",
+    "ernie4_5_moe", "exaone_moe", "falcon", "falcon_mamba", "flex_olmo", "gpt_bigcode", "granitemoehybrid",
+    "granitemoeshared", "kimi_linear", "lfm2", "mamba", "mamba2", "minicpm3", "minimax", "olmo", "phimoe", "solar_open",
+    "stablelm",
 )  # fmt: skip
 
 
@@ -24,3 +27,35 @@ def test_a_familys_default_model_has_the_parameters_that_transformers_builds(fam
     parts = weight_parts(ModelShape.from_config({**config.to_dict(), "model_type": family}))
     assert parts is not None
     assert sum(part.num_parameters for part in parts) == theirs
+
+
+BAICHUAN = {"model_type": "baichuan", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+PUBLISHED = {
+    "falcon-7b": (
+        {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
+         "multi_query": True, "parallel_attn": True, "vocab_size": 65_024},
+        6_921_720_704,
+    ),
+    "falcon-40b": (
+        {"model_type": "falcon", "num_hidden_layers": 60, "hidden_size": 8192, "num_attention_heads": 128,
+         "num_kv_heads": 8, "new_decoder_architecture": True, "parallel_attn": True, "vocab_size": 65_024},
+        41_303_293_952,
+    ),
+    "Baichuan2-7B": ({**BAICHUAN, "intermediate_size": 11_008, "vocab_size": 125_696}, 7_505_973_248),
+    "Qwen-7B": (
+        {**BAICHUAN, "model_type": "qwen", "intermediate_size": 22_016, "vocab_size": 151_936}, 7_721_324_544,
+    ),
+    "internlm2-7b": (
+        {**BAICHUAN, "model_type": "internlm2", "intermediate_size": 14_336, "num_key_value_heads": 8,
+         "vocab_size": 92_544, "bias": False},
+        7_737_708_544,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_of_models_with_code_of_their_own_are_the_published_ones(name: str) -> None:
+    config, published = PUBLISHED[name]
+    parts = weight_parts(ModelShape.from_config(config))
+    assert parts is not None
+    assert sum(part.num_parameters for part in parts) == published
