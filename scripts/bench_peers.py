@@ -205,8 +205,8 @@ def measure_peers(concurrency: int, tokenizer: Path, repeats: int) -> bool:
     versions = ", ".join(f"{name} {version}" for name, version in peer_versions().items())
     print(
         f"\nclients side by side ({versions or 'no other one installed'}): {concurrency} streams, "
-        f"{requests_for(concurrency)} requests of {SCRIPT_TOKENS} tokens,\nchat without a role delta; reported / by the "
-        "server's log (ms); errors are shares of the script's 50 and 10 ms"
+        f"{requests_for(concurrency)} requests of {SCRIPT_TOKENS} tokens,\nchat without a role delta; reported / by "
+        "the server's log (ms); errors are shares of the script's 50 and 10 ms"
     )
     columns = (("client", -9), ("run", 4), ("TTFT p50", 16), ("error", 8), ("p99", 15), ("gap p50", 14), ("error", 8),
                ("p99", 15), ("in flight", 10), ("CPU s", 7))  # fmt: skip

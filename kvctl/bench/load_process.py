@@ -65,6 +65,7 @@ def run_load(job: LoadJob, *, num_workers: int = 1, watch: Watch | None = None) 
         ServerUnreachable: the host's name is not known.
         KvctlError: a worker process failed.
     """
+    num_workers = min([num_workers, *(n for n in _divided(job.load) if n is not None)])
     if num_workers <= 1:
         return _run_here(job, None, watch)
     return _run_in_processes(job, num_workers)
@@ -123,6 +124,11 @@ def _run_here(job: LoadJob, start_s: float | None, watch: Watch | None) -> Measu
         return loop.run_until_complete(main())
     finally:
         loop.close()
+
+
+def _divided(load: LoadConfig) -> tuple[int | None, ...]:
+    """What is shared out among processes, of which each needs one at least."""
+    return load.concurrency, load.num_requests, load.max_in_flight
 
 
 def split_job(job: LoadJob, num_workers: int) -> list[LoadJob]:
