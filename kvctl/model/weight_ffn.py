@@ -17,7 +17,7 @@ FFN_WIDTH: dict[str, Callable[[ConfigView], int]] = {
     "gptj": lambda view: 4 * view.required_int("hidden_size"),
     "bloom": lambda view: 4 * view.required_int("hidden_size"),
     "gpt_bigcode": lambda view: 4 * view.required_int("hidden_size"),
-    "falcon": lambda view: 4 * view.required_int("hidden_size"),
+    **dict.fromkeys(("falcon", "refinedweb", "refinedwebmodel"), lambda view: 4 * view.required_int("hidden_size")),
     "solar_open": lambda view: view.required_int("moe_intermediate_size"),
     "mpt": lambda view: (view.optional_int("expansion_ratio") or 4) * view.required_int("hidden_size"),
     "qwen3_5_moe": lambda view: view.required_int("moe_intermediate_size"),

@@ -62,7 +62,7 @@ def _is_other_design(view: ConfigView) -> bool:
 
 def _norms(view: ConfigView, family: str, traits: Traits) -> int:
     """Norms of a layer; Falcon has one where attention and MLP run side by side, two in its newer design."""
-    if family != "falcon":
+    if family not in ("falcon", "refinedweb", "refinedwebmodel"):
         return traits.norms
     if view.fields.get("new_decoder_architecture"):
         return view.optional_int("num_ln_in_parallel_attn") or 2

@@ -55,19 +55,22 @@ TRAITS: dict[str, Traits] = {
     **dict.fromkeys(("ministral", "ministral3", "granite", "smollm3", "deepseek"), _LLAMA),
     **dict.fromkeys(("aquila", "cwm", "emu3", "exaone", "granitemoe", "helium", "iquestcoder", "ernie4_5"), _LLAMA),
     "youtu": _LLAMA,
-    **dict.fromkeys(("baichuan", "minicpm", "xverse", "skywork", "solar"), _LLAMA),
+    **dict.fromkeys(("baichuan", "deepseek_llm", "minicpm", "xverse", "skywork", "solar"), _LLAMA),
     **dict.fromkeys(("internlm", "internlm2"), Traits(bias_field="bias")),
     "qwen": Traits(qkv_bias=True, o_bias=False),
     "olmo": Traits(norms=0, final_norm=False),
     "flex_olmo": Traits(qk_norm="full"),
-    "stablelm": Traits(norm_bias=True),
+    **dict.fromkeys(("stablelm", "stablelm_epoch"), Traits(norm_bias=True)),
     "phimoe": Traits(norm_bias=True),
-    "falcon": Traits(gated=False, norm_bias=True, norms=1, tied=True, bias_field="bias"),
+    **dict.fromkeys(
+        ("falcon", "refinedweb", "refinedwebmodel"),
+        Traits(gated=False, norm_bias=True, norms=1, tied=True, bias_field="bias"),
+    ),
     "solar_open": Traits(router_bias=True),
     "exaone_moe": Traits(qk_norm="head", router_bias=True),
     "ernie4_5_moe": Traits(tied=True, router_bias=True, bias_field="use_bias"),
     "minicpm3": Traits(tied=True),
-    "minimax": _LLAMA,
+    **dict.fromkeys(("minimax", "minimax_text_01"), _LLAMA),
     "kimi_linear": Traits(router_bias=True),
     **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _LLAMA),
     **dict.fromkeys(("mamba", "falcon_mamba"), Traits(norms=1, tied=True)),
@@ -83,11 +86,13 @@ TRAITS: dict[str, Traits] = {
     "seed_oss": Traits(o_bias=False),
     "phi3": Traits(qkv_bias=False, o_bias=False),
     **dict.fromkeys(
-        ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), Traits(qkv_bias=True, o_bias=False)
+        ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+        Traits(qkv_bias=True, o_bias=False),
     ),
     "qwen2_moe": Traits(qkv_bias=True, o_bias=False),
     **dict.fromkeys(
-        ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"), Traits(qk_norm="head")
+        ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text"),
+        Traits(qk_norm="head"),
     ),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), Traits(qk_norm="head")

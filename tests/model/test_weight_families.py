@@ -41,6 +41,12 @@ PUBLISHED = {
          "num_kv_heads": 8, "new_decoder_architecture": True, "parallel_attn": True, "vocab_size": 65_024},
         41_303_293_952,
     ),
+    "MiniMax-Text-01": (
+        {"model_type": "minimax_text_01", "num_hidden_layers": 80, "hidden_size": 6144, "num_attention_heads": 64,
+         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9216, "num_local_experts": 32,
+         "num_experts_per_tok": 2, "vocab_size": 200_064, "attn_type_list": ([0] * 7 + [1]) * 10},
+        456_089_655_296,
+    ),
     "Baichuan2-7B": ({**BAICHUAN, "intermediate_size": 11_008, "vocab_size": 125_696}, 7_505_973_248),
     "Qwen-7B": (
         {**BAICHUAN, "model_type": "qwen", "intermediate_size": 22_016, "vocab_size": 151_936}, 7_721_324_544,
