@@ -120,6 +120,45 @@ def test_ten_thousand_idle_connections_disturb_nobody(server):
     server.wait_idle()
 
 
+def limited(tiny_model, *limits):
+    """A server in a shell's limits."""
+    process = ServeProcess.tiny(tiny_model)
+    process.command = ["sh", "-c", f'ulimit {" ".join(limits)} && exec "$@"', "sh", *process.command]
+    return process
+
+
+def test_a_server_without_free_descriptors_answers_again_when_there_are_some(tiny_model):
+    with limited(tiny_model, "-n", "150") as server:
+        expected = ask(server.url).json()["choices"][0]["text"]
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        clients = [socket.create_connection(address) for _ in range(250)]
+        descriptors = Path(f"/proc/{server.process.pid}/fd")
+        wait_until(lambda: len(list(descriptors.iterdir())) >= 149)
+        for client in clients:
+            client.close()
+        assert ask(server.url).json()["choices"][0]["text"] == expected
+        assert server.process.poll() is None
+        wait_until(lambda: len(list(descriptors.iterdir())) < 100)
+
+
+def test_no_room_for_compiled_kernels_costs_speed_only(tiny_model, tmp_path):
+    """A limit on the size of a file stands for the full disk, a program that writes a megabyte for the compiler."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done\n'
+        '[ "$1" = -o ] || { echo 1.0; exit; }\nhead -c 1000000 /dev/zero >"$2"\n'
+    )
+    compiler.chmod(0o755)
+    process = limited(tiny_model, "-f", "100")
+    process.environment |= {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "CXX": str(compiler)}
+    with process as server:
+        assert ask(server.url).status_code == 200
+        engine = httpx.get(f"{server.url}/health").json()["engine"]
+        assert engine["attention_backend"] == engine["linear_backend"] == "torch"
+    assert "c++ exited with" in server.final_log and "Traceback" not in server.final_log
+    assert not list(tmp_path.rglob("*.so*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
