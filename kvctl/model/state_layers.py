@@ -90,8 +90,11 @@ def kimi_delta_attention(view: ConfigView) -> tuple[StatePart, ...]:
 
 
 def lightning_attention(view: ConfigView) -> tuple[StatePart, ...]:
-    """One head_dim x head_dim matrix per head, in float32. Source: MiniMax-01 report (arXiv 2501.08313), sec. 2.2."""
-    return (StatePart("ssm", view.num_heads * view.head_dim**2, "float32"),)
+    """One head_dim x head_dim matrix per head. Source: MiniMax-01 report (arXiv 2501.08313), sec. 2.2.
+
+    In the model's own format: vLLM refuses a float32 state for this kind ("not yet supported").
+    """
+    return (StatePart("ssm", view.num_heads * view.head_dim**2),)
 
 
 def short_convolution(view: ConfigView) -> tuple[StatePart, ...]:

@@ -119,3 +119,14 @@ def test_falcon_h1_state_is_what_llamacpp_prints() -> None:
 def test_ranks_must_divide_the_heads(tp: int) -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         specs_of("meta-llama/Llama-3.1-8B", tp=tp)
+
+
+def test_a_lightning_state_is_a_matrix_per_head_in_the_models_own_format() -> None:
+    config = {
+        "model_type": "minimax_text_01", "num_hidden_layers": 8, "hidden_size": 6144, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "attn_type_list": [0] * 7 + [1], "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    shape = ModelShape.from_config(config)
+    specs = kv_cache_specs(shape, KVOptions(kv_format("auto", shape.dtype), 8, shape.dtype))
+    assert state_bytes_per_request(specs) == 7 * 64 * 128 * 128 * 2 // 8
+    assert marginal_bytes_per_token(specs) == 2 * 128 * 2  # one of the eight key heads on each of eight GPUs
