@@ -2,6 +2,7 @@
 
 from kvctl.core.request import RequestStatus, WaitingReason
 from kvctl.core.scheduler import Scheduler
+from kvctl.core.step import ModelRunnerOutput
 from tests.support.schedulers import make_request, make_scheduler, run_all, run_step, scheduled
 
 # ---- admission ----
@@ -272,6 +273,22 @@ def test_by_priority_one_that_preempts_itself_does_not_stop_those_behind_it() ->
         assert list(scheduled(run_step(s)[0])) == ["unimportant", "important"]
     plan, _ = run_step(s)  # all 5 blocks are held and the first in line needs one more
     assert plan.preempted_request_ids == ["unimportant"] and scheduled(plan) == {"important": 1}
+
+
+def test_a_preempted_request_is_not_admitted_before_its_newest_token_is_known() -> None:
+    s = make_scheduler(num_blocks=6)
+    s.add(make_request("a", 8))
+    s.add(make_request("b", 8))
+    first = s.schedule()
+    second = s.schedule()  # overlaps: `a` takes the last block, `b` gives way with a token on its way
+    assert second.preempted_request_ids == ["b"] and s.requests["b"].num_in_flight == 1
+    third = s.schedule()
+    assert list(scheduled(third)) == ["a"]
+    assert s.waiting_reason("b") is WaitingReason.PREEMPTION
+    for plan, tokens in ((first, [7, 7]), (second, [7]), (third, [7])):
+        s.update(plan, ModelRunnerOutput(list(tokens)))
+        s.check_integrity()
+    assert s.requests["b"].output_token_ids == [7] and s.requests["b"].num_in_flight == 0
 
 
 def test_nobody_is_passed_over_when_one_that_was_planned_is_taken_back() -> None:
