@@ -146,7 +146,8 @@ def serve(core: EngineCore, num_requests: int, seed: int, aborts: bool = True) -
 @pytest.mark.parametrize("seed", range(6))
 def test_overlapped_steps_give_the_same_tokens(policy: str, num_blocks: int, seed: int) -> None:
     def core(kind: type[EngineCore]) -> EngineCore:
-        scheduler = make_scheduler(num_blocks, policy=policy, max_num_batched_tokens=24, max_num_seqs=6)
+        options = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "long_prefill_token_threshold": 5 * (seed % 2)}
+        scheduler = make_scheduler(num_blocks, policy=policy, **options)
         return kind(scheduler, CountingRunner(), Ticks())
 
     assert serve(core(PipelinedEngineCore), 40, seed, aborts=False) == serve(core(EngineCore), 40, seed, aborts=False)
