@@ -21,13 +21,9 @@ def _cell(text: str) -> str:
 
 def metrics_table() -> str:
     """One row for each family of /metrics."""
-    from kvctl.metrics.definitions import METRICS
+    from kvctl.metrics.definitions import metrics_table_markdown
 
-    rows = ["| name | kind | own labels | what it says |", "| --- | --- | --- | --- |"]
-    for metric in METRICS.values():
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        rows.append(f"| `{metric.exposed_name}` | {metric.kind.value} | {labels} | {_cell(metric.help)} |")
-    return "\n".join(rows)
+    return metrics_table_markdown().rstrip()
 
 
 def models_table() -> str:

@@ -249,9 +249,9 @@ METRICS: Final[dict[str, MetricDef]] = {definition.name: definition for definiti
 
 def metrics_table_markdown() -> str:
     """Return METRICS as a Markdown table: what README shows."""
-    lines = ["| name on /metrics | kind | labels | meaning | counted by |", "|---|---|---|---|---|"]
+    lines = ["| name | kind | own labels | what it says | counted |", "| --- | --- | --- | --- | --- |"]
     for definition in METRICS.values():
-        labels = ", ".join(definition.labels) or "-"
+        labels = ", ".join(f"`{label}`" for label in definition.labels)
         if definition.label_values:
             labels += ": " + ", ".join(definition.label_values)
         lines.append(
