@@ -39,7 +39,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all unfinished ones
         self.running: list[Request] = []  # in order of admission
         self.waiting = make_queue(config.policy)
-        self._capacity_tokens = kv_cache_manager.capacity_tokens(config.max_model_len)
+        self._capacity_tokens = kv_cache_manager.capacity_tokens(config.max_model_len)  # at most that length
         self._finished_ids: list[str] = []  # the runner has not been told yet
         self._preempted_ids: list[str] = []  # likewise
         self._ghosts: dict[str, int] = {}  # ended requests -> tokens that steps in flight still sample for them
@@ -72,7 +72,7 @@ class Scheduler:
                 hint="Shorten it, or give the cache more memory (--kv-cache-memory-bytes).",
                 param="input_tokens",
             )
-        request.token_limit = min(request.token_limit, self.config.max_model_len, self._capacity_tokens)
+        request.token_limit = min(request.token_limit, self._capacity_tokens)
         request.stop_token_ids = stop_token_set(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)

@@ -61,7 +61,7 @@ def test_no_more_requests_run_than_may() -> None:
     assert s.waiting_reason("c") is WaitingReason.MAX_NUM_SEQS
     run_step(s)
     assert list(scheduled(run_step(s)[0])) == ["c"]
-    assert s.waiting_reason("c") is None
+    assert s.waiting_reason("c") is None and s.requests["c"].waiting_reason is None
 
 
 # ---- prefix hits ----
