@@ -34,8 +34,7 @@ class BodyBuilder:
             if turn.messages is not None:
                 text = "\n".join(str(message.get("content", "")) for message in turn.messages)
             parts = [turn.system] if turn.system else []
-            for user, assistant in history:
-                parts += [user, assistant]
+            parts += [user + assistant for user, assistant in history]  # as generated: so it is in the server's cache
             prompt = '"prompt":' + json.dumps(" ".join([*parts, text]) if parts else text)
         limit = f',"{self._limit_name}":{turn.output_tokens}' if turn.output_tokens > 0 else ""
         return f"{self._head}{limit},{prompt}}}".encode()

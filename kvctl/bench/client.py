@@ -16,6 +16,7 @@ from kvctl.bench.http_connection import Exchange, HttpConnection
 from kvctl.bench.precise_timer import PreciseTimer
 from kvctl.bench.socket_poller import SocketPoller
 from kvctl.bench.stream_decoder import StreamDecoder
+from kvctl.bench.tls import tls_context
 from kvctl.bench.wire import ArrivalClock, connect
 from kvctl.errors import ConfigError, ServerUnreachable
 
@@ -46,7 +47,7 @@ class LoadClient:
         self._loop = loop
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = _tls_context(config.verify_tls) if parts.scheme == "https" else None
+        self._tls = tls_context(config.verify_tls) if parts.scheme == "https" else None
         self._addresses: list[str] = []  # the one that answered last comes first
         self._idle: list[HttpConnection] = []
         self._busy: set[HttpConnection] = set()
@@ -193,12 +194,3 @@ class LoadClient:
         if isinstance(error, TimeoutError):
             return "connect", f"no connection after {self._config.connect_timeout_s:g} s"
         return "connect", error.strerror or str(error)
-
-
-def _tls_context(verify: bool) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.set_alpn_protocols(["http/1.1"])
-    if not verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context

@@ -77,8 +77,9 @@ def write_outputs(
     problem: KvctlError | None = None
     texts: list[tuple[Path, Callable[[], str]]] = []
     if outputs.json_file is not None:
-        is_vllm = outputs.json_format == "vllm"
-        value = as_vllm_json(result) if is_vllm and "summary" in result else result
+        value: object = result
+        if outputs.json_format == "vllm":  # a sweep or search is a list of them
+            value = as_vllm_json(result) if "summary" in result else [as_vllm_json(run) for run in runs]
         texts.append((outputs.json_file, lambda: as_json(value)))
     if outputs.csv_file is not None:
         texts.append((outputs.csv_file, lambda: as_csv(runs)))

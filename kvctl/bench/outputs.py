@@ -81,7 +81,7 @@ def _rescue(name: str, text: str) -> str | None:
         return None
 
 
-def as_json(result: Mapping[str, Any]) -> str:
+def as_json(result: object) -> str:
     """The result as JSON text (no NaN: what is not known is null)."""
     return json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 

@@ -6,7 +6,8 @@ says so; a server that is none is told from its answer. Floor 3.
 
 import json
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,7 @@ from kvctl.bench.body import BodyBuilder
 from kvctl.bench.run_config import PATHS, RequestConfig
 from kvctl.bench.sse import SseParser
 from kvctl.bench.stream_decoder import StreamDecoder
+from kvctl.bench.tls import tls_context
 from kvctl.errors import KvctlError, ModelNotFound, ServerUnreachable
 from kvctl.workload.prompts import WORDS, PromptMaker, TokenRate
 from kvctl.workload.request_plan import Turn
@@ -24,6 +26,14 @@ from kvctl.workload.request_plan import Turn
 _PROBE_WORDS = (len(WORDS), 2 * len(WORDS))  # whole rounds of the words: their mean cost
 _MAX_CORRECTIONS = 2
 _REFUSALS = (400, 422)
+_OVERLOADED = (429, 503)
+_MAX_RETRIES = 3  # of an overloaded server
+_MAX_RETRY_WAIT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+_KEY_HINT = "Give --api-key and set KVCTL_API_KEY (or OPENAI_API_KEY) to a key that it takes."
+_BODY_HINT = "A field that the server wants can be given with --extra-body."
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,21 @@ class PreflightClient:
     """Asks one server. Use as a context manager."""
 
     def __init__(
-        self, url: str, headers: Mapping[str, str], *, verify_tls: bool = True, timeout_s: float = 60.0
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        verify_tls: bool = True,
+        timeout_s: float = 60.0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._url = url.rstrip("/")
-        self._client = httpx.Client(headers=dict(headers), verify=verify_tls, timeout=timeout_s, trust_env=False)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
+        self._client = httpx.Client(
+            headers=dict(headers), verify=tls_context(verify_tls), timeout=timeout, trust_env=False
+        )
         self._notes: list[str] = []
+        self._say = say
 
     def __enter__(self) -> "PreflightClient":
         return self
@@ -86,7 +106,7 @@ class PreflightClient:
         if response.status_code in (401, 403):
             raise ServerUnreachable(
                 f"{self._url} refuses the API key (HTTP {response.status_code})",
-                hint="Set KVCTL_API_KEY or OPENAI_API_KEY, or name another variable with --api-key-env.",
+                hint=_KEY_HINT,
             )
         if response.status_code != 200 or not _is_json(response):
             if wanted is not None and response.status_code in (404, 405):
@@ -117,12 +137,18 @@ class PreflightClient:
 
     def _agree(self, request: RequestConfig) -> tuple[RequestConfig, StreamDecoder]:
         """Send a test request; leave out what is refused, one field at a time, until it is taken."""
-        tried_chat = request.endpoint == "chat"
+        tried_chat, retries = request.endpoint == "chat", 0
         while True:
             response = self._post(request, Turn("Say the word ready and nothing else.", 4))
             if response.status_code == 200:
                 return request, self._check_stream(request, response)
             text = response.text
+            if response.status_code in _OVERLOADED and retries < _MAX_RETRIES:
+                retries += 1
+                wait_s = _retry_wait_s(response)
+                self._say(f"the server is overloaded (HTTP {response.status_code}): asking again in {wait_s:g} s")
+                time.sleep(wait_s)
+                continue
             if (
                 response.status_code in (404, 405)
                 and not tried_chat
@@ -157,15 +183,16 @@ class PreflightClient:
     def _refused(self, response: httpx.Response) -> KvctlError:
         status, said = response.status_code, _error_message(response)
         if status in (401, 403):
-            return ServerUnreachable(
-                f"{self._url} refuses the API key (HTTP {status})", hint="Set KVCTL_API_KEY or OPENAI_API_KEY."
-            )
+            return ServerUnreachable(f"{self._url} refuses the API key (HTTP {status})", hint=_KEY_HINT)
         if status == 404:
             return ServerUnreachable(
                 f"{response.request.url} is not found: {said}",
                 hint="Give the address before /v1, and --endpoint completions or chat.",
             )
-        return ServerUnreachable(f"the test request was refused with HTTP {status}: {said}", hint="See --extra-body.")
+        hint = "Try again later." if status in _OVERLOADED else "Look at the server's log."
+        return ServerUnreachable(
+            f"the test request was refused with HTTP {status}: {said}", hint=_BODY_HINT if status in _REFUSALS else hint
+        )
 
     # ---- how prompts are counted ----
 
@@ -230,6 +257,15 @@ class PreflightClient:
             raise ServerUnreachable(
                 f"{self._url} does not speak HTTP: {error}", hint="Write the address like http://127.0.0.1:8000."
             ) from None
+
+
+def _retry_wait_s(response: httpx.Response) -> float:
+    """What Retry-After says, a second where it says nothing that can be read."""
+    try:
+        wait_s = float(response.headers.get("retry-after", 1.0))
+    except ValueError:
+        wait_s = 1.0
+    return min(wait_s, _MAX_RETRY_WAIT_S) if wait_s >= 0 else 1.0
 
 
 def _is_json(response: httpx.Response) -> bool:

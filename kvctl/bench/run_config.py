@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvctl.errors import ConfigError
 from kvctl.metrics.summary import Slo
-from kvctl.workload.arrivals import ArrivalSpec
+from kvctl.workload.arrivals import ArrivalSpec, Process
 
 Endpoint = Literal["completions", "chat"]
 PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -23,6 +23,8 @@ class LoadConfig:
     concurrency: int | None = None
     arrivals: ArrivalSpec | None = None
     replay: bool = False  # the workload says when requests are due
+    process: Process = "poisson"  # of rates that a search sets
+    burstiness: float = 1.0  # the same
     max_in_flight: int | None = None
     duration_s: float | None = None
     num_requests: int | None = None
@@ -104,4 +106,5 @@ def load_as_json(load: LoadConfig) -> dict[str, Any]:
     values = asdict(load)
     values["arrivals"] = None if load.arrivals is None else load.arrivals.as_json()
     values["ramp_s"] = load.effective_ramp_s
+    del values["process"], values["burstiness"]  # told by `arrivals`
     return values

@@ -23,10 +23,12 @@ from kvctl.bench.server_report import build_server_report
 from kvctl.bench.verdict import Calibration, judge
 from kvctl.bench.workload_choice import WorkloadChoice
 from kvctl.errors import ConfigError
+from kvctl.workload.datasets import TraceEntry
 
 _MAX_CALIBRATION_STREAMS = 512
 _OPEN_LOOP_CALIBRATION_STREAMS = 64  # where no cap says how many streams there may be
 _LENGTH_TOLERANCE = 0.01
+_CACHED_WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,14 @@ def prepare(config: BenchConfig, progress: Progress) -> Prepared:
         ConfigError: the workload cannot fit the model.
     """
     progress.say(f"asking {config.url}")
-    with PreflightClient(config.url, config.headers, verify_tls=config.verify_tls) as client:
+    with PreflightClient(
+        config.url, config.headers, verify_tls=config.verify_tls, timeout_s=config.timeout_s, say=progress.say
+    ) as client:
         preflight = client.run(config.request, prompt_tokens=config.workload.usual_prompt_tokens)
     workload, notes = fit_to_model(config.workload, preflight.max_model_len)
+    dataset, wanted = config.workload.dataset, config.load.num_requests
+    if dataset is not None and wanted is not None and dataset.num_requests < wanted:
+        notes = (*notes, f"{dataset.path} holds {dataset.num_requests} requests, fewer than the {wanted} asked for")
     for note in (*preflight.notes, *notes):
         progress.say(note)
     calibration = None
@@ -98,14 +105,17 @@ def _calibration_streams(load: LoadConfig) -> int:
 def fit_to_model(workload: WorkloadChoice, max_model_len: int | None) -> tuple[WorkloadChoice, tuple[str, ...]]:
     """Cut a profile's lengths to what the model can hold, answers first to no less than half of the room.
 
-    What the turns of a session add to one another is not known beforehand and not counted.
+    A trace is sent as it is: how much of it the server will refuse is a note. What the turns of a session add to one
+    another is not known beforehand and not counted.
 
     Raises:
         ConfigError: not even the shortest request fits.
     """
     profile = workload.profile
-    if profile is None or max_model_len is None:
+    if max_model_len is None:
         return workload, ()
+    if profile is None:
+        return workload, _too_long(workload, max_model_len)
     classes, notes = [], []
     for kind in profile.classes:
         room = max_model_len - kind.prefix_tokens
@@ -126,6 +136,17 @@ def fit_to_model(workload: WorkloadChoice, max_model_len: int | None) -> tuple[W
             )
         classes.append(kind)
     return replace(workload, profile=replace(profile, classes=tuple(classes))), tuple(notes)
+
+
+def _too_long(workload: WorkloadChoice, max_model_len: int) -> tuple[str, ...]:
+    entries = [] if workload.dataset is None else workload.dataset.entries
+    lengths = [entry.input_tokens + entry.output_tokens for entry in entries if isinstance(entry, TraceEntry)]
+    num_over = sum(length > max_model_len for length in lengths)
+    if not num_over:
+        return ()
+    return (
+        f"{num_over} of {len(lengths)} requests are longer than the model's {max_model_len} tokens: it refuses them",
+    )
 
 
 def measure(config: BenchConfig, prepared: Prepared, progress: Progress) -> tuple[dict[str, Any], Measurements]:
@@ -193,10 +214,9 @@ def _warm_up(job: LoadJob, load: LoadConfig) -> None:
     warm = LoadConfig(
         concurrency=streams,
         num_requests=load.warmup_requests,
-        is_finite=load.is_finite,
         seed=load.seed + 1_000_003,  # other prompts than those measured
     )
-    run_aside(replace(job, load=warm, id_prefix=f"{job.id_prefix}-warmup"))
+    run_aside(replace(job, load=warm, workload=job.workload.for_warmup(), id_prefix=f"{job.id_prefix}-warmup"))
 
 
 def _config_as_json(config: BenchConfig, prepared: Prepared, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,6 +230,9 @@ def _config_as_json(config: BenchConfig, prepared: Prepared, summary: Mapping[st
         mean, asked = summary[name]["mean"], summary[name]["asked_mean"]
         if mean and asked and abs(mean / asked - 1) > _LENGTH_TOLERANCE:
             notes.append(f"{what} had {mean:.4g} tokens on average where {asked:.4g} were asked for{told}")
+    cached = summary["input_tokens"]["cached_share"]
+    if cached is not None and cached >= _CACHED_WORTH_SAYING:
+        notes.append(f"{cached:.0%} of the prompt tokens were cached, says usage: TTFT is that of a warm cache")
     return {
         "kvctl_version": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

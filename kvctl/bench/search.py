@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvctl.bench.run_config import LoadConfig
 from kvctl.errors import ConfigError
-from kvctl.workload.arrivals import ArrivalSpec, Process
+from kvctl.workload.arrivals import ArrivalSpec
 
 Parameter = Literal["concurrency", "rate"]
 Result = Mapping[str, Any]
@@ -51,11 +51,12 @@ class Sweep:
         return cls("concurrency" if name == "concurrency" else "rate", values)
 
 
-def load_at(load: LoadConfig, parameter: Parameter, value: float, process: Process, burstiness: float) -> LoadConfig:
+def load_at(load: LoadConfig, parameter: Parameter, value: float) -> LoadConfig:
     """The load with its parameter set."""
     if parameter == "concurrency":
         return replace(load, concurrency=int(value), arrivals=None, replay=False, max_in_flight=None)
-    return replace(load, concurrency=None, replay=False, arrivals=ArrivalSpec.steady(value, process, burstiness))
+    arrivals = ArrivalSpec.steady(value, load.process, load.burstiness)
+    return replace(load, concurrency=None, replay=False, arrivals=arrivals)
 
 
 def run_sweep(sweep: Sweep, run_at: RunAt) -> list[dict[str, Any]]:
@@ -149,6 +150,16 @@ def ended_at_client(points: Sequence[Mapping[str, Any]], found: float | None) ->
     """Whether a search for the highest rate ended at what this client can send, not at what the server can serve."""
     above = [point for point in points if not point["holds"] and point["value"] > (found or 0.0)]
     return bool(above) and is_client_limited(above[0]["results"])
+
+
+def found_text(search: Mapping[str, Any]) -> str:
+    """What a search found, in words."""
+    if search["found"] is not None:
+        text = f"found: {search['parameter']} {search['found']:g}"
+        return text + ("; above it this client was the limit, not the server" if search["ended_at_client"] else "")
+    if search["interrupted"]:
+        return "interrupted before anything was found"
+    return "found: none that holds"
 
 
 def _holds(results: Sequence[Result], slo_share: float) -> bool:

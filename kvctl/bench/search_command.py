@@ -17,12 +17,12 @@ from kvctl.bench.search import (
     ended_at_client,
     find_knee,
     find_max_rate,
+    found_text,
     load_at,
     output_throughput,
     run_sweep,
 )
 from kvctl.errors import ConfigError
-from kvctl.workload.arrivals import Process
 
 
 def run_search(config: BenchConfig, outputs: OutputOptions, progress: Progress) -> int:
@@ -38,10 +38,13 @@ def run_search(config: BenchConfig, outputs: OutputOptions, progress: Progress) 
         raise ConfigError(f"nothing is known of {outputs.find!r}", hint="Write --find max-rate or --find knee.")
     if outputs.find == "max-rate" and config.report.slo is None:
         raise ConfigError("--find max-rate needs an SLO", hint="Give --slo ttft=500ms,tpot=50ms.")
+    if config.load.arrivals is not None and outputs.find != "max-rate":
+        raise ConfigError("a sweep and the search for the knee set the load themselves: --rate says nothing",
+                          hint="Leave --rate out; --arrivals and --burstiness count.")  # fmt: skip
     sweep = Sweep.parse(outputs.sweep) if outputs.sweep is not None else None
     parameter: Parameter = sweep.parameter if sweep else "rate" if outputs.find == "max-rate" else "concurrency"
     most = int(max(sweep.values)) if sweep is not None and parameter == "concurrency" else 64
-    prepared = prepare(replace(config, load=load_at(config.load, "concurrency", most, "poisson", 1.0)), progress)
+    prepared = prepare(replace(config, load=load_at(config.load, "concurrency", most)), progress)
     runner = _Runner(config, prepared, parameter, outputs.repeats, progress)
     found: float | None = None
     interrupted = False
@@ -100,13 +103,10 @@ class _Runner:
 
     def run_at(self, value: float) -> Sequence[Mapping[str, Any]]:
         """Run the repeats of one point."""
-        arrivals = self._config.load.arrivals
-        process: Process = arrivals.process if arrivals is not None else "poisson"
-        burstiness = arrivals.burstiness if arrivals is not None else 1.0
         results = self._done[value] = []
         for i in range(self._repeats):
             self._progress.say(f"{self._parameter} {value:g}" + (f", run {i + 1}" if self._repeats > 1 else ""))
-            load = load_at(self._config.load, self._parameter, value, process, burstiness)
+            load = load_at(self._config.load, self._parameter, value)
             load = replace(load, seed=load.seed + 7919 * (len(self._done) * self._repeats + i))
             result, _ = measure(replace(self._config, load=load), self._prepared, self._progress)
             results.append(result)
@@ -148,9 +148,7 @@ def render_points(result: Mapping[str, Any]) -> Table:
             ", ".join(marks),
         )
     if result["kind"] != "sweep":
-        told = f"found: {result['found']:g}" if result["found"] is not None else "found: none that holds"
-        if result["ended_at_client"]:
-            told += "; above it this client was the limit, not the server"
+        told = found_text(result)
         table.caption, table.caption_justify = told, "left"
     return table
 

@@ -15,6 +15,7 @@ from time import perf_counter
 
 import httpx
 
+from kvctl.bench.tls import tls_context
 from kvctl.metrics.exposition import Page, parse_page
 from kvctl.metrics.histogram import Histogram
 from kvctl.metrics.server_names import SERVER_NAMES, Counter, Gauge, Series, Server, Timing, detect_server
@@ -80,7 +81,9 @@ def _watch(config: MonitorConfig, pipe: "Connection[object, object]") -> None:
     server: Server | None = None
     interval_s = max(config.interval_s, _MIN_INTERVAL_S)
     with (
-        httpx.Client(headers=dict(config.headers), verify=config.verify_tls, timeout=5.0, trust_env=False) as client,
+        httpx.Client(
+            headers=dict(config.headers), verify=tls_context(config.verify_tls), timeout=5.0, trust_env=False
+        ) as client,
         contextlib.suppress(EOFError, BrokenPipeError),
     ):
 

@@ -6,10 +6,11 @@ Reads files (datasets, profiles) and no environment; `cli.bench` hands the API k
 import json
 import math
 import secrets
+from base64 import b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kvctl.bench.roofline import RooflineConfig
 from kvctl.bench.run_config import Endpoint, LoadConfig, ReportConfig, RequestConfig
@@ -106,7 +107,7 @@ def make_config(options: BenchOptions) -> BenchConfig:
 
 
 def normal_url(url: str) -> str:
-    """'host:port' as a full address; a path that ends in /v1 without it.
+    """'host:port' as a full address; a path that ends in /v1 without it, and without a user's name and password.
 
     Raises:
         ConfigError: no address.
@@ -121,7 +122,7 @@ def normal_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(f"{url!r} is not a server's address", hint="Write it like http://127.0.0.1:8000.")
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path}"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{path}"
 
 
 def _load(options: BenchOptions, workload: WorkloadChoice) -> LoadConfig:
@@ -132,6 +133,8 @@ def _load(options: BenchOptions, workload: WorkloadChoice) -> LoadConfig:
         )
     if options.max_in_flight is not None and options.concurrency is not None:
         raise ConfigError("--max-in-flight is for an open loop", hint="In a closed loop --concurrency is the cap.")
+    if options.is_search and options.concurrency is not None:
+        raise ConfigError("a search sets the load itself: --concurrency says nothing", hint="Leave --concurrency out.")
     arrivals, replay, concurrency = None, False, options.concurrency
     if options.arrivals not in _PROCESSES:
         raise ConfigError(f"unknown arrivals {options.arrivals!r}", hint=f"One of: {', '.join(_PROCESSES)}.")
@@ -158,6 +161,8 @@ def _load(options: BenchOptions, workload: WorkloadChoice) -> LoadConfig:
         max_in_flight=options.max_in_flight,
         duration_s=duration_s,
         num_requests=options.requests,
+        process=process,
+        burstiness=options.burstiness,
         is_finite=workload.is_finite,
         warmup_requests=options.warmup,
         ramp_s=None if options.ramp is None else parse_seconds(options.ramp),
@@ -249,6 +254,9 @@ def _headers(options: BenchOptions) -> dict[str, str]:
         if not separator or not name.strip() or "\n" in text or "\r" in text or not text.isascii():
             raise ConfigError(f"{text!r} is no header", hint="Write --header 'Name: value'.")
         headers[name.strip()] = value.strip()
+    user, separator, _ = urlsplit(options.url or "").netloc.rpartition("@")
+    if separator:
+        headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"
     return headers

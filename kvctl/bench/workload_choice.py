@@ -1,31 +1,45 @@
 """Which workload a run uses: a profile, or a file. One value that can be sent to another process. Floor 3."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvctl.workload.datasets import Dataset
+from kvctl.workload.lengths import LengthSpec
 from kvctl.workload.prompts import PromptMaker
 from kvctl.workload.request_plan import Session
-from kvctl.workload.workload_profile import WorkloadProfile
+from kvctl.workload.workload_profile import WorkloadClass, WorkloadProfile
 
 _BUST_WORDS = 12
+_WARMUP_INPUT_TOKENS, _WARMUP_OUTPUT_TOKENS = 128, 16
 
 
 class _Buster:
-    """Puts words of its own before the first text of a session, so that no prefix of it is in a cache."""
+    """Puts words of its own before what a session begins with, so that no prefix of it is in a cache."""
 
     def __init__(self, maker: PromptMaker) -> None:
         self._maker = maker
 
     def __call__(self, session: Session) -> Session:
-        first = session.turns[0]
         words = self._maker.unique(_BUST_WORDS)
-        messages = first.messages
-        if messages:
-            messages = [{**messages[0], "content": f"{words} {messages[0].get('content', '')}"}, *messages[1:]]
-        turn = replace(first, text=f"{words} {first.text}" if first.text else "", messages=messages)
-        return replace(session, turns=(turn, *session.turns[1:]))
+        turns = [
+            replace(
+                turn,
+                text=f"{words} {turn.text}" if turn.text and i == 0 else turn.text,
+                messages=turn.messages and _busted(turn.messages, words),
+            )
+            for i, turn in enumerate(session.turns)
+        ]
+        return replace(session, turns=tuple(turns))
+
+
+def _busted(messages: Sequence[Mapping[str, Any]], words: str) -> list[Mapping[str, Any]]:
+    """Messages that begin with words of their own; content may be a text or a list of parts."""
+    first, *others = messages
+    content = first.get("content")
+    if isinstance(content, list):
+        return [{**first, "content": [{"type": "text", "text": words}, *content]}, *others]
+    return [{**first, "content": f"{words} {content or ''}"}, *others]
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,13 @@ class WorkloadChoice:
             return max(1, round(self.profile.classes[0].input_tokens.mean))
         entry = self.dataset.entries[0] if self.dataset is not None else None
         return getattr(entry, "input_tokens", None)
+
+    def for_warmup(self) -> "WorkloadChoice":
+        """What warms the server up without sending the texts that are then measured."""
+        if self.dataset is None or not isinstance(self.dataset.entries[0], Session):
+            return self  # made of another seed, so different texts
+        kind = WorkloadClass("warm-up", LengthSpec.fixed(_WARMUP_INPUT_TOKENS), LengthSpec.fixed(_WARMUP_OUTPUT_TOKENS))
+        return WorkloadChoice(WorkloadProfile("warm-up", (kind,)))
 
     def sessions(self, maker: PromptMaker) -> Iterator[Session]:
         """The sessions in order."""

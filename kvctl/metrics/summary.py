@@ -200,10 +200,16 @@ class Slo:
         return cls(limits)
 
     def is_met(self, values_s: Mapping[str, float | None]) -> bool:
-        """Whether a completed request keeps all limits. A metric it does not have (TPOT of one token) is kept."""
+        """Whether a completed request keeps all limits.
+
+        One token has no TPOT and no gap, so it keeps those limits; an answer without any token keeps no other one.
+        """
         for name, limit_s in self.limits_s.items():
             value_s = values_s.get(name)
-            if value_s is not None and value_s > limit_s:
+            if value_s is None:
+                if name not in ("tpot", "max_gap"):
+                    return False
+            elif value_s > limit_s:
                 return False
         return True
 

@@ -11,6 +11,7 @@ ContextTokens, GeneratedTokens); BurstGPT (Timestamp, Model, Request tokens, Res
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -221,7 +222,7 @@ def _jsonl(path: Path, default_output_tokens: int) -> Iterator[Session]:
         key = str(value.get("session", value.get("session_id", f"#{number}")))
         if key not in grouped:
             timestamp = value.get("timestamp")
-            if timestamp is not None and not isinstance(timestamp, int | float):
+            if timestamp is not None and not (isinstance(timestamp, int | float) and math.isfinite(timestamp)):
                 raise ConfigError(f"{where}: timestamp is {timestamp!r}, not a number of seconds")
             due[key] = None if timestamp is None else float(timestamp)
         grouped.setdefault(key, []).append(turn)
@@ -272,7 +273,9 @@ def _burstgpt(path: Path) -> Iterator[TraceEntry]:
         try:
             due_s = float(row["timestamp"])
         except ValueError:
-            raise ConfigError(f"{where}: {row['timestamp']!r} is no time") from None
+            due_s = math.nan
+        if not math.isfinite(due_s):
+            raise ConfigError(f"{where}: {row['timestamp']!r} is no time")
         if _whole(row["response tokens"], "response tokens", where) == 0:
             continue  # the trace's own mark of a request that failed
         yield _made(where, row["request tokens"], row["response tokens"], due_s)

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvctl.errors import ConfigError
 
@@ -25,10 +25,10 @@ class LengthSpec:
     high: int = 1 << 30
 
     def __post_init__(self) -> None:
-        if self.low < 0 or self.high < self.low or self.mean <= 0 or self.std < 0:
+        if not (1 <= self.low <= self.high and math.isfinite(self.mean) and self.mean > 0 and 0 <= self.std < math.inf):
             raise ConfigError(
                 f"no such lengths: {self.shape} mean {self.mean:g} std {self.std:g} [{self.low}, {self.high}]",
-                hint="Give a mean above 0, a std of 0 or more, and low no more than high.",
+                hint="Give a mean above 0, a std of 0 or more, and low of at least 1 and no more than high.",
             )
 
     @classmethod
@@ -47,17 +47,13 @@ class LengthSpec:
         try:
             if ".." in text:
                 low, high = (int(part) for part in text.split(".."))
-                spec = cls("uniform", max((low + high) / 2, 1), low=low, high=high)
-            elif "+-" in text:
+                return cls("uniform", (low + high) / 2, low=low, high=high)
+            if "+-" in text:
                 mean, std = (float(part) for part in text.split("+-"))
-                spec = cls("normal", mean, std, max(1, round(mean - 4 * std)), max(1, round(mean + 4 * std)))
-            else:
-                spec = cls.fixed(int(text))
-        except ValueError:
+                return cls("normal", mean, std, max(1, round(mean - 4 * std)), max(1, round(mean + 4 * std)))
+            return cls.fixed(int(text))
+        except (ValueError, OverflowError, ConfigError):
             raise ConfigError(f"{text!r} is no number of tokens", hint=hint) from None
-        if spec.low < 1:
-            raise ConfigError(f"{text!r} allows no tokens at all", hint=hint)
-        return spec
 
     @classmethod
     def from_mapping(cls, value: object, where: str) -> "LengthSpec":
@@ -66,23 +62,28 @@ class LengthSpec:
         Raises:
             ConfigError: `where` (a place in a file) holds none of these.
         """
-        if isinstance(value, int) and not isinstance(value, bool):
-            return cls.parse(str(value))
-        if isinstance(value, str):
-            return cls.parse(value)
-        fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {}
-        known = {"shape", "mean", "std", "low", "high"}
-        shapes = ("fixed", "uniform", "normal", "lognormal")
-        if not fields or set(fields) - known or fields.get("shape", "fixed") not in shapes:
-            raise ConfigError(
-                f"{where}: {value!r} is no length", hint="Write 512, '256..768' or {shape, mean, std, low, high}."
-            )
-        if fields.get("shape") == "uniform":
-            fields.setdefault("mean", max((fields.get("low", 1) + fields.get("high", 1)) / 2, 1))
+        try:
+            if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+                return cls.parse(str(value))
+            return cls._from_fields(dict(value) if isinstance(value, Mapping) else {}, value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any], written: object) -> "LengthSpec":
+        hint = "Write 512, '256..768' or {shape, mean, std, low, high}; uniform needs low and high."
+        is_known = not set(fields) - {"shape", "mean", "std", "low", "high"}
+        is_uniform = fields.get("shape") == "uniform"
+        has_ends = not is_uniform or {"low", "high"} <= set(fields)
+        are_whole = all(isinstance(fields.get(name, 1), int) for name in ("low", "high"))
+        if not (fields and is_known and has_ends and are_whole and fields.get("shape", "fixed") in get_args(Shape)):
+            raise ConfigError(f"{written!r} is no length", hint=hint)
+        if is_uniform:
+            fields.setdefault("mean", (fields["low"] + fields["high"]) / 2)
         try:
             return cls(**fields)
         except TypeError:
-            raise ConfigError(f"{where}: {value!r} is no length") from None
+            raise ConfigError(f"{written!r} is no length", hint=hint) from None
 
     def draw(self, rng: random.Random) -> int:
         """One length in tokens."""

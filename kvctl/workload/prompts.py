@@ -97,6 +97,11 @@ class PromptMaker:
         num_words, num_stops = self.rate.split(num_tokens)
         return _with_stops(self.unique(num_words), num_stops)
 
+    def rest_of_prompt(self, num_tokens: int, num_words_before: int) -> str:
+        """A unique text that makes a whole prompt of so many tokens together with the words before it."""
+        num_words, num_stops = self.rate.split(num_tokens)
+        return _with_stops(self.unique(max(1, num_words - num_words_before)), num_stops)
+
     def part(self, num_tokens: int) -> str:
         """A unique text of so many tokens, to follow others."""
         return self.unique(self.rate.words_within(num_tokens))

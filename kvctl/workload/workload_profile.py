@@ -68,7 +68,7 @@ class WorkloadProfile:
         rate = maker.rate
         while True:
             chosen = rng.choices(self.classes, weights)[0]
-            system = ""
+            system, num_words = "", 0
             if chosen.prefix_groups and chosen.prefix_tokens:
                 num_words = rate.words_within(chosen.prefix_tokens)
                 if cache_bust:
@@ -79,8 +79,8 @@ class WorkloadProfile:
             turns = []
             for i in range(chosen.turns.draw(rng)):
                 asked = chosen.input_tokens.draw(rng)
-                text = maker.part(asked) if i or system else maker.prompt(asked)
                 total = asked + (chosen.prefix_tokens if system else 0) if i == 0 else None
+                text = maker.part(asked) if total is None else maker.rest_of_prompt(total, num_words)
                 output = chosen.output_tokens.draw(rng)
                 turns.append(Turn(text, output, total, chosen.think_s if i else 0.0, system=system))
             yield Session(tuple(turns), chosen.name)
@@ -163,7 +163,8 @@ def _parse_class(entry: object, where: str) -> WorkloadClass:
     for name in ("name", "input_tokens", "output_tokens"):
         if name not in entry:
             raise ConfigError(f"{where} lacks {name!r}")
-    prefix, turns = entry.get("shared_prefix") or {}, entry.get("turns") or {}
+    prefix = entry.get("shared_prefix") or {}
+    turns = {} if entry.get("turns") is None else entry["turns"]
     if not isinstance(prefix, Mapping):
         raise ConfigError(f"{where}: shared_prefix is not a mapping", hint="Write {groups: 4, tokens: 512}.")
     if not isinstance(turns, Mapping):

@@ -56,7 +56,7 @@ def test_a_wrong_key_is_told(mock_server):
     url = mock_server(api_key="secret")
     with pytest.raises(ServerUnreachable, match="refuses the API key") as refused:
         preflight(url, headers={"Authorization": "Bearer wrong"})
-    assert "KVCTL_API_KEY" in refused.value.hint
+    assert "--api-key" in refused.value.hint and "KVCTL_API_KEY" in refused.value.hint
     assert preflight(url, headers={"Authorization": "Bearer secret"}).request.model == "mock"
 
 
@@ -117,6 +117,30 @@ def serve():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_an_overloaded_server_is_asked_again_when_it_says(serve, monkeypatch):
+    asked, waits, said = [], [], []
+
+    def answer(method, path, body):
+        if method == "GET":
+            return MODELS
+        asked.append(path)
+        status = 503 if len(asked) < 3 else 200
+        return (200, "text/event-stream", STREAM) if status == 200 else (503, "application/json", "{}")
+
+    monkeypatch.setattr("kvctl.bench.preflight.time.sleep", waits.append)
+    with PreflightClient(serve(answer), {}, timeout_s=10, say=said.append) as client:
+        assert client.run(RequestConfig(), prompt_tokens=None).request.model == "m"
+    assert waits == [1.0, 1.0]
+    assert "overloaded" in said[0]
+    with (
+        pytest.raises(ServerUnreachable, match="HTTP 503"),
+        PreflightClient(
+            serve(lambda method, *_: MODELS if method == "GET" else (503, "application/json", "{}")), {}, timeout_s=10
+        ) as client,
+    ):
+        client.run(RequestConfig(), prompt_tokens=None)
 
 
 MODELS = (200, "application/json", '{"data": [{"id": "m"}]}')

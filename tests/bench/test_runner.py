@@ -11,7 +11,10 @@ from kvctl.bench.runner import BenchConfig, fit_to_model, measure, prepare
 from kvctl.bench.terminal import SilentProgress
 from kvctl.bench.workload_choice import WorkloadChoice
 from kvctl.errors import ConfigError
+from kvctl.workload.datasets import Dataset, TraceEntry
 from kvctl.workload.lengths import LengthSpec
+from kvctl.workload.prompts import PromptMaker
+from kvctl.workload.request_plan import Session, Turn
 from kvctl.workload.workload_profile import WorkloadClass, WorkloadProfile, load_profile
 
 
@@ -72,3 +75,38 @@ def test_a_whole_run_warms_up_apart_and_tells_its_lengths(mock_server):
 
 def _plain(config):
     return replace(config.workload.profile.classes[0], prefix_groups=0)
+
+
+def test_a_trace_with_prompts_that_the_model_refuses_is_told_before_the_run():
+    entries = [TraceEntry(0.0, length, 10) for length in (50, 500, 5000)]
+    workload = WorkloadChoice(dataset=Dataset("t.jsonl", "mooncake", entries))
+    fitted, notes = fit_to_model(workload, 400)
+    assert fitted == workload
+    assert notes == ("2 of 3 requests are longer than the model's 400 tokens: it refuses them",)
+
+
+def test_a_file_of_texts_is_not_warmed_up_with_its_own_texts():
+    texts = WorkloadChoice(dataset=Dataset("t.jsonl", "jsonl", [Session((Turn("the text", 5),))]))
+    warm = texts.for_warmup().sessions(PromptMaker(1))
+    assert "the text" not in next(warm).turns[0].text
+    trace = WorkloadChoice(dataset=Dataset("t.csv", "azure", [TraceEntry(0.0, 5, 5)]))
+    assert trace.for_warmup() is trace
+
+
+def test_a_warm_cache_that_only_usage_tells_of_is_noted(mock_server):
+    config = BenchConfig(
+        url=mock_server(prefix_cache=True),
+        load=LoadConfig(concurrency=1, num_requests=4, ramp_s=0.0),
+        workload=choice(LengthSpec.fixed(32), LengthSpec.fixed(4), prefix_tokens=64),
+        calibrates=False,
+        scrapes=False,
+    )
+    result, _ = measure(config, prepare(config, SilentProgress()), SilentProgress())
+    assert any("warm cache" in note for note in result["config"]["notes"])
+
+
+def test_fewer_requests_in_a_file_than_asked_for_are_noted(mock_server):
+    dataset = Dataset("t.jsonl", "jsonl", [Session((Turn("the text", 5),))])
+    load = LoadConfig(concurrency=1, num_requests=4, is_finite=True)
+    config = BenchConfig(mock_server(), load, WorkloadChoice(dataset=dataset), calibrates=False)
+    assert "1 requests, fewer than the 4" in prepare(config, SilentProgress()).notes[-1]

@@ -3,7 +3,7 @@
 import pytest
 
 from kvctl.bench.run_config import LoadConfig
-from kvctl.bench.search import Sweep, ended_at_client, find_knee, find_max_rate, load_at, run_sweep
+from kvctl.bench.search import Sweep, ended_at_client, find_knee, find_max_rate, found_text, load_at, run_sweep
 from kvctl.errors import ConfigError
 
 
@@ -86,7 +86,15 @@ def test_a_wrong_sweep_is_refused(text):
 
 
 def test_a_point_keeps_everything_but_the_load():
-    load = LoadConfig(concurrency=3, duration_s=5.0, seed=9)
-    at = load_at(load, "rate", 2.0, "constant", 1.0)
+    load = LoadConfig(concurrency=3, duration_s=5.0, seed=9, process="gamma", burstiness=0.5)
+    at = load_at(load, "rate", 2.0)
     assert (at.concurrency, at.duration_s, at.seed, at.arrivals.segments[0].start_per_s) == (None, 5.0, 9, 2.0)
-    assert load_at(at, "concurrency", 8, "poisson", 1.0).concurrency == 8
+    assert (at.arrivals.process, at.arrivals.burstiness) == ("gamma", 0.5)
+    assert load_at(at, "concurrency", 8).concurrency == 8
+
+
+def test_what_was_found_is_told_in_words_also_when_it_was_interrupted():
+    search = {"parameter": "rate", "found": 2.0, "ended_at_client": True, "interrupted": False}
+    assert found_text(search).startswith("found: rate 2; above it this client")
+    assert found_text(search | {"found": None, "interrupted": True}) == "interrupted before anything was found"
+    assert found_text(search | {"found": None}) == "found: none that holds"

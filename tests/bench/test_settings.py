@@ -1,6 +1,7 @@
 """Options that exclude or need one another, and what they become."""
 
 import math
+from base64 import b64encode
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_a_timed_dataset_is_replayed_and_an_untimed_one_runs_in_a_closed_loop(tm
     [
         {"concurrency": 2, "rate": "3"},
         {"concurrency": 0},
+        {"concurrency": 4, "is_search": True},
         {"concurrency": 2, "max_in_flight": 3},
         {"rate": "1", "max_in_flight": 0},
         {"arrivals": "often"},
@@ -113,6 +115,18 @@ def test_the_body_carries_what_was_asked_for():
     assert "ignore_eos" not in options
     assert "temperature" not in options
     assert config.headers == {"X-A": "b", "Authorization": "Bearer k"}
+
+
+def test_a_name_and_password_become_a_header_and_leave_the_address():
+    config = make_config(BenchOptions(url="http://me:s%40cret@h:1/v1"))
+    assert config.url == "http://h:1"
+    assert config.headers == {"Authorization": "Basic " + b64encode(b"me:s@cret").decode()}
+
+
+def test_arrivals_of_a_rate_that_a_search_sets_are_kept():
+    load = make_config(BenchOptions(arrivals="constant", is_search=True)).load
+    assert load.process == "constant"
+    assert make_config(BenchOptions(burstiness=0.5, is_search=True)).load.process == "gamma"
 
 
 def test_a_shared_prefix_is_groups_by_tokens():

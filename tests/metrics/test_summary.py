@@ -132,6 +132,7 @@ def test_a_limit_on_what_a_request_does_not_have_is_kept():
     slo = Slo.parse("ttft=100ms,tpot=10ms")
     assert slo.is_met({"ttft": 0.1, "tpot": None})
     assert not slo.is_met({"ttft": 0.1001, "tpot": None})
+    assert not slo.is_met({"ttft": None, "tpot": None})  # an answer without a token
 
 
 def test_goodput_counts_failures_as_misses():

@@ -127,6 +127,8 @@ def test_texts_of_a_trace_are_made_as_they_are_needed(tmp_path):
         ("d.jsonl", '{"prompt": "a", "max_tokens": 0}\n', r"d\.jsonl:1: max_tokens is 0"),
         ("d.jsonl", '{"prompt": "a", "max_tokens": "x"}\n', r"d\.jsonl:1: max_tokens"),
         ("d.jsonl", '{"prompt": "a", "timestamp": "x"}\n', r"d\.jsonl:1: timestamp"),
+        ("d.jsonl", '{"prompt": "a", "timestamp": NaN}\n', r"d\.jsonl:1: timestamp"),
+        ("b.csv", BURSTGPT + "inf,ChatGPT,1,1,2,log\n", r"b\.csv:5: 'inf'"),
         ("m.jsonl", '{"input_length": 5, "output_length": -1, "timestamp": 0}\n', r"m\.jsonl:1: output_length"),
         ("m.jsonl", '{"input_length": 5, "output_length": 1, "hash_ids": 3}\n', r"m\.jsonl:1: hash_ids"),
         ("a.csv", AZURE + "yesterday,1,2\n", r"a\.csv:4: 'yesterday'"),

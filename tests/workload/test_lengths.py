@@ -48,7 +48,23 @@ def test_what_is_no_length_is_refused(text):
         LengthSpec.parse(text)
 
 
-@pytest.mark.parametrize("value", [None, [], {}, {"shape": "odd"}, {"mean": "x"}, {"high": 3, "what": 1}, True, 2.5])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {},
+        {"shape": "odd"},
+        {"mean": "x"},
+        {"high": 3, "what": 1},
+        True,
+        2.5,
+        {"shape": "uniform", "low": 5},
+        {"mean": 5, "low": 0},
+        {"mean": float("nan")},
+        {"mean": 4, "low": 1.5},
+    ],
+)
 def test_a_wrong_length_in_a_profile_is_named_with_its_place(value):
     with pytest.raises(ConfigError, match=r"chat\.yaml"):
         LengthSpec.from_mapping(value, "chat.yaml")

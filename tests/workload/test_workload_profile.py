@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from kvctl.errors import ConfigError
-from kvctl.workload.prompts import PromptMaker
+from kvctl.workload.prompts import PromptMaker, TokenRate
 from kvctl.workload.workload_profile import load_profile, parse_profile, profile_folder
 
 SHIPPED = ["agent", "batch", "chat", "code", "rag"]
@@ -51,6 +51,13 @@ def test_groups_share_their_prefix_and_nothing_else():
     assert sessions[0].turns[0].input_tokens == 84
 
 
+def test_the_tokens_of_a_template_are_taken_off_the_text_behind_a_shared_prefix():
+    rate = TokenRate(overhead_tokens=13.0)
+    session = next(profile_of(shared_prefix={"groups": 1, "tokens": 64}).sessions(PromptMaker(1, rate)))
+    turn = session.turns[0]
+    assert len(turn.system.split()) + len(turn.text.split()) + 13 == turn.input_tokens == 84
+
+
 def test_cache_bust_makes_shared_prefixes_differ():
     profile = profile_of(shared_prefix={"groups": 1, "tokens": 64})
     sessions = islice(profile.sessions(PromptMaker(1), cache_bust=True), 40)
@@ -73,6 +80,7 @@ def test_turns_wait_before_each_but_the_first():
         ({"classes": [{"name": "a", "input_tokens": 1, "output_tokens": 1, "weight": 0}]}, "weight"),
         ({"classes": [{"name": "a", "input_tokens": 1, "output_tokens": 1, "weight": "x"}]}, "no number"),
         ({"classes": [{"name": "a", "input_tokens": 1, "output_tokens": 1, "shared_prefix": 4}]}, "shared_prefix"),
+        ({"classes": [{"name": "a", "input_tokens": 1, "output_tokens": 1, "turns": 0}]}, "no number of tokens"),
     ],
 )
 def test_a_wrong_profile_is_refused_at_its_place(document, told):
