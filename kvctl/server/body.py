@@ -19,10 +19,10 @@ from kvctl.units import MIB, format_bytes
 BODY_TIMEOUT_S: Final = 60.0
 HELD_BYTES: Final = 256 * MIB  # of all half-received bodies, beyond the first SMALL_BYTES of each
 SMALL_BYTES: Final = 64 * 1024  # what uvicorn holds of a body in any case
-# At most one value per so many bytes that a body may have, so that reading one takes a tenth of a second at most
+# At most one value per so many bytes that a body may have, so that reading one takes about a tenth of a second at most
 BYTES_PER_VALUE: Final = 16
-BYTES_PER_STRING: Final = 64
-BYTES_PER_CONTAINER: Final = 256
+BYTES_PER_STRING: Final = 128
+BYTES_PER_CONTAINER: Final = 512
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_PROMPTS = 1024  # in one completions request; vLLM's limit
 MAX_STOP_TOKEN_IDS = 4096
-MAX_MESSAGES = 16_384  # also the parts of one, tools and documents
+MAX_MESSAGES = 8192  # also the parts of one, tools and documents
 
 
 def _whole(value: Any) -> Any:
