@@ -23,7 +23,9 @@ from kvctl.workload.lengths import LengthSpec
 from kvctl.workload.prompts import TokenRate
 from kvctl.workload.workload_profile import WorkloadClass, WorkloadProfile
 
-_LOAD_S = 1.3  # with start and stop of the scripted server, two seconds in all
+_TOTAL_S = 1.95  # start and stop of the scripted server included
+_STOP_S = 0.1
+_LEAST_LOAD_S = 0.3
 _MAX_EVENTS_PER_S = 25_000
 _TTFT_S = 0.05
 _TOKENS = 32
@@ -39,7 +41,9 @@ def calibrate(concurrency: int, *, num_workers: int = 1) -> Calibration:
     gap_s = max(0.01, concurrency / _MAX_EVENTS_PER_S)
     script = MockScript(ttft_s=_TTFT_S, gap_s=gap_s, tokens=_TOKENS)
     with start_mock_process(script) as url:
-        job = calibration_job(url, concurrency)
+        answer_s = _TTFT_S + (_TOKENS - 1) * gap_s
+        left_s = begin_s + _TOTAL_S - _STOP_S - answer_s - perf_counter()
+        job = calibration_job(url, concurrency, max(left_s, _LEAST_LOAD_S))
         measured = run_aside(job, num_workers=num_workers)
         try:
             log = httpx.get(f"{url}/mock/log", timeout=20, trust_env=False).json()
@@ -76,12 +80,12 @@ def calibrate(concurrency: int, *, num_workers: int = 1) -> Calibration:
     )
 
 
-def calibration_job(url: str, concurrency: int) -> LoadJob:
-    """The load of a calibration: short prompts, closed loop, a quick ramp."""
+def calibration_job(url: str, concurrency: int, duration_s: float) -> LoadJob:
+    """The load of a calibration: short prompts, closed loop, a quick ramp; its answers end after its duration."""
     workload_class = WorkloadClass("calibration", LengthSpec.fixed(32), LengthSpec.fixed(_TOKENS))
     return LoadJob(
         client=ClientConfig(url, timeout_s=10),
-        load=LoadConfig(concurrency=concurrency, duration_s=_LOAD_S, ramp_s=min(0.4, 0.002 * concurrency)),
+        load=LoadConfig(concurrency=concurrency, duration_s=duration_s, ramp_s=min(0.4, 0.002 * concurrency)),
         request=RequestConfig(),
         workload=WorkloadChoice(WorkloadProfile("calibration", (workload_class,))),
         rate=TokenRate(),

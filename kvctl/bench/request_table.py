@@ -84,6 +84,7 @@ class RequestTable:
     def __init__(self) -> None:
         self._records = bytearray()
         self._names: dict[str, int] = {}  # distinct class names and error kinds
+        self._classes: set[str] = set()
         self._file: BinaryIO | None = None
         self._num_in_file = 0  # chunks
         self._in_memory: list[bytes] = []  # chunks that no file took; they follow those in the file
@@ -91,8 +92,14 @@ class RequestTable:
     def __len__(self) -> int:
         return (self._num_in_file + len(self._in_memory)) * _CHUNK_ROWS + len(self._records) // _RECORD.size
 
+    @property
+    def num_classes(self) -> int:
+        """How many kinds of requests there are."""
+        return len(self._classes)
+
     def append(self, row: RequestRow) -> None:
         """Add one row."""
+        self._classes.add(row.class_name)
         self._records += _pack(
             row.number,
             self._names.setdefault(row.class_name, len(self._names)),
@@ -133,11 +140,11 @@ class RequestTable:
             self.append(row)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"chunks": list(self._chunks()), "names": self._names}
+        return {"chunks": list(self._chunks()), "names": self._names, "classes": self._classes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # as a new one, then filled
-        self._names = state["names"]
+        self._names, self._classes = state["names"], state["classes"]
         *full, last = state["chunks"]
         for chunk in full:
             self._put_away(chunk)

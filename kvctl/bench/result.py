@@ -32,6 +32,7 @@ from kvctl.metrics.summary import Goodput, LatencySummary, percentile_interval, 
 
 SCHEMA_VERSION = 1
 LATENCIES = ("ttft", "ttft_due", "ttfo", "tpot", "max_gap", "e2e", "client_queue")
+_FEW = ("ttft", "tpot", "e2e")  # of the steady window and of each class
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def build_summary(
     measured: Measurements, load: LoadConfig, report: ReportConfig
 ) -> tuple[dict[str, Any], SteadyWindow | None, dict[str, "array[float]"]]:
     """The `summary` object, the steady window, and the latencies (s) of completed requests by name."""
-    tally = _Tally(report)
+    tally = _Tally(report, has_classes=measured.rows.num_classes > 1)
     for row in measured.rows.rows():
         tally.add(row)
     latencies = tally.latencies
@@ -96,22 +97,27 @@ def build_summary(
     return summary, window, latencies
 
 
-def _empty_latencies() -> dict[str, "array[float]"]:
-    return {name: array("d") for name in LATENCIES}
+def _empty_latencies(names: Sequence[str] = LATENCIES) -> dict[str, "array[float]"]:
+    return {name: array("d") for name in names}
 
 
-def _add_latencies(found: Mapping[str, "array[float]"], row: RequestRow) -> None:
-    for name, value_s in row.latencies_s().items():
+def _add_latencies(found: Mapping[str, "array[float]"], values_s: Mapping[str, float | None]) -> None:
+    for name, samples in found.items():
+        value_s = values_s[name]
         if value_s is not None:
-            found[name].append(value_s)
-    found["client_queue"].append(max(0.0, row.sent_s - row.due_s))
+            samples.append(value_s)
+
+
+def _latencies_of(row: RequestRow) -> dict[str, float | None]:
+    return row.latencies_s() | {"client_queue": max(0.0, row.sent_s - row.due_s)}
 
 
 class _Tally:
     """What is added up over all rows, in one pass: memory is eight bytes per latency."""
 
-    def __init__(self, report: ReportConfig) -> None:
+    def __init__(self, report: ReportConfig, *, has_classes: bool) -> None:
         self._slo = report.slo
+        self._has_classes = has_classes
         self.latencies = _empty_latencies()
         self.num_rows = self.num_completed = self.num_events = self._num_good = 0
         self.output_tokens = 0.0
@@ -125,10 +131,11 @@ class _Tally:
         if not row.is_completed:
             return
         self.num_completed += 1
-        _add_latencies(self.latencies, row)
-        if row.class_name:
-            _add_latencies(self._classes.setdefault(row.class_name, _empty_latencies()), row)
-        if self._slo is not None and self._slo.is_met(row.latencies_s()):
+        values_s = _latencies_of(row)
+        _add_latencies(self.latencies, values_s)
+        if self._has_classes:
+            _add_latencies(self._classes.setdefault(row.class_name, _empty_latencies(_FEW)), values_s)
+        if self._slo is not None and self._slo.is_met(values_s):
             self._num_good += 1
         self.num_events += row.num_events
         self.output_tokens += row.output_tokens
@@ -171,10 +178,8 @@ class _Tally:
         return Goodput(self._num_good, self.num_rows + num_never_sent, duration_s, self._slo).as_json()
 
     def classes_as_json(self) -> dict[str, Any]:
-        if len(self._classes) < 2:
-            return {}
         return {
-            name: {f"{key}_ms": LatencySummary.of(found[key]).as_json_ms() for key in ("ttft", "tpot", "e2e")}
+            name: {f"{key}_ms": LatencySummary.of(found[key]).as_json_ms() for key in _FEW}
             for name, found in sorted(self._classes.items())
         }
 
@@ -200,7 +205,7 @@ def _steady(measured: Measurements, window: SteadyWindow | None) -> dict[str, An
         for index, amount in measured.tokens_per_bin.items()
         if window.start_s * BINS_PER_S - 0.5 < index < window.end_s * BINS_PER_S - 0.5
     )
-    latencies = _empty_latencies()
+    latencies = _empty_latencies(_FEW)
     num_sent = num_ended = prompt_tokens = 0
     busy_s = 0.0
     for row in measured.rows.rows():
@@ -208,7 +213,7 @@ def _steady(measured: Measurements, window: SteadyWindow | None) -> dict[str, An
             busy_s += max(0.0, min(row.end_s, window.end_s) - max(row.sent_s, window.start_s))
         if row.is_completed and window.start_s <= row.sent_s <= window.end_s:
             num_sent += 1
-            _add_latencies(latencies, row)
+            _add_latencies(latencies, _latencies_of(row))
         if row.is_completed and window.start_s <= row.end_s <= window.end_s:
             num_ended += 1
             prompt_tokens += max(row.prompt_tokens, 0)
@@ -222,7 +227,7 @@ def _steady(measured: Measurements, window: SteadyWindow | None) -> dict[str, An
         "output_throughput": _per_s(tokens, window.length_s),
         "total_throughput": _per_s(tokens + prompt_tokens, window.length_s),
     }
-    for name in ("ttft", "tpot", "e2e"):
+    for name in _FEW:
         steady[f"{name}_ms"] = LatencySummary.of(latencies[name]).as_json_ms()
     return steady
 

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvctl.bench.figures import LATENCY_ROWS, describe_load, milliseconds, says_nothing_new, slo_text
 from kvctl.bench.load import LoadRun
 from kvctl.bench.load_process import Watch
 from kvctl.bench.run_config import LoadConfig
@@ -24,16 +25,6 @@ from kvctl.metrics.exposition import printable
 _REFRESH_S = 0.5
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_POINTS = 40
-_ROWS = (
-    ("ttft_ms", "TTFT"),
-    ("ttft_due_ms", "TTFT from due"),
-    ("ttfo_ms", "TTFO (answer)"),
-    ("tpot_ms", "TPOT"),
-    ("gap_ms", "gap (pooled)"),
-    ("max_gap_ms", "longest gap"),
-    ("e2e_ms", "E2E"),
-    ("client_queue_ms", "client queue"),
-)
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -153,22 +144,6 @@ def render_result(result: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def describe_load(load: Mapping[str, Any]) -> str:
-    """One phrase for a load."""
-    if load["concurrency"]:
-        text = f"closed loop, {load['concurrency']} at once"
-    elif load["replay"]:
-        text = "trace replay"
-    else:
-        arrivals = load["arrivals"]
-        segments = arrivals["segments"]
-        rates = f"{segments[0][0]:g}/s" if len(segments) == 1 and segments[0][0] == segments[0][1] else "changing rate"
-        text = f"open loop, {arrivals['process']} {rates}"
-    if load["max_in_flight"]:
-        text += f", at most {load['max_in_flight']} in flight"
-    return text
-
-
 def _headline(result: Mapping[str, Any]) -> Text:
     config, summary = result["config"], result["summary"]
     text = Text()
@@ -210,32 +185,17 @@ def _latencies(summary: Mapping[str, Any]) -> Table:
     table.add_column("ms")
     for name in ("mean", "p50", "p90", "p95", "p99", "max", "n"):
         table.add_column(name, justify="right")
-    for key, label in _ROWS:
+    for key, label in LATENCY_ROWS:
         values = summary[key]
         if not values["n"] or says_nothing_new(key, summary):
             continue
-        cells = [_milliseconds(values[name]) for name in ("mean", "p50", "p90", "p95", "p99", "max")]
+        cells = [milliseconds(values[name]) for name in ("mean", "p50", "p90", "p95", "p99", "max")]
         table.add_row(label, *cells, f"{values['n']:,}")
     return table
 
 
-def says_nothing_new(key: str, summary: Mapping[str, Any]) -> bool:
-    """Rows that repeat another: TTFO without reasoning, due without any wait."""
-    if key == "ttfo_ms":
-        return bool(summary["ttfo_ms"]["mean"] == summary["ttft_ms"]["mean"])
-    if key in ("ttft_due_ms", "client_queue_ms"):
-        return bool((summary["client_queue_ms"]["max"] or 0.0) < 1.0)
-    return False
-
-
-def _milliseconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2}f}"
-
-
 def _goodput_line(goodput: Mapping[str, Any]) -> Text:
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["slo"].items())
+    limits = slo_text(goodput)
     if goodput["share"] is None:
         return Text(f"goodput -  ({limits})")
     low, high = goodput["ci95"]
@@ -276,7 +236,7 @@ def _count(value: float | None) -> str:
 
 def _client_lines(client: Mapping[str, Any]) -> list[RenderableType]:
     lag = client["lag_ms"]
-    facts = [f"lag p99 {_milliseconds(lag['p99'])} ms", f"{client['events_per_s']:,.0f} events/s"]
+    facts = [f"lag p99 {milliseconds(lag['p99'])} ms", f"{client['events_per_s']:,.0f} events/s"]
     facts.append(f"{client['cpu_share']:.0%} of a core")
     facts.append(f"coalesced {client['coalesced_share']:.1%}")
     if client["late"]:

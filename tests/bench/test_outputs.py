@@ -149,6 +149,7 @@ def test_the_page_of_a_search_shows_every_point_and_what_was_found():
         "kind": "knee",
         "parameter": "concurrency",
         "found": 2.0,
+        "interrupted": False,
         "ended_at_client": False,
         "slo_share": None,
         "definitions": {"a": "b"},

@@ -4,8 +4,9 @@ import pytest
 from rich.console import Console
 
 from kvctl.bench.collector import Collector
+from kvctl.bench.figures import describe_load
 from kvctl.bench.run_config import LoadConfig
-from kvctl.bench.terminal import LiveView, describe_load, render_result, sparkline
+from kvctl.bench.terminal import LiveView, render_result, sparkline
 from tests.bench.test_outputs import full_result
 
 
