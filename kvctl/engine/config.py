@@ -58,7 +58,7 @@ class EngineInfo:
     architecture: str
     dtype: str
     device: str  # "cpu" or "cuda:0"
-    attention_backend: str  # "native", "torch", later "triton"
+    attention_backend: str  # "native", "torch", "triton"
     linear_backend: str  # "native", "onednn", "torch"
     num_blocks: int  # with the null block
     block_size: int  # tokens

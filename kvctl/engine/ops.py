@@ -7,6 +7,7 @@ Shapes, used across the repository: T tokens of the step (all requests one after
 heads, D head_dim. Pages are head-major: k_cache, v_cache [num_blocks, Hkv, block_size, D], contiguous.
 """
 
+import functools
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ class Ops(Protocol):
 
     @property
     def name(self) -> str:
-        """What to show as the attention backend: 'torch', 'native'."""
+        """What to show as the attention backend: 'torch', 'native', 'triton'."""
 
     @property
     def reason(self) -> str:
@@ -141,8 +142,31 @@ def select_ops(
 
 
 def _triton_ops(device: torch.device) -> Ops:
+    problem = triton_problem(device)
+    if problem:
+        return TorchOps(reason=f"no Triton kernels, attention will be slow: {problem}")
+    from kvctl_kernels.triton_ops import TritonOps
+
+    return TritonOps(device)
+
+
+@functools.cache
+def triton_problem(device: torch.device) -> str:
+    """Why Triton's kernels cannot run on this GPU; empty if they can.
+
+    Tries one: Triton needs a C compiler and Python's headers to launch anything, which many machines lack.
+    """
     try:
         from kvctl_kernels.triton_ops import TritonOps
-    except ImportError as error:
-        return TorchOps(reason=f"no Triton kernels: {error}")
-    return TritonOps(device)
+
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is None and capability < (8, 0):
+            return (
+                f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, not 8.0"
+            )
+        x = torch.ones((1, 16), device=device)
+        TritonOps(device).rms_norm(x, x[0], 1e-6)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # whatever compiler, driver or import raise: the engine runs without, and says why
+        return f"{type(error).__name__}: {error}"
+    return ""

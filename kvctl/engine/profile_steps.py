@@ -5,6 +5,7 @@ is not compiled here would be in the middle of serving. Knows no memory rule (se
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -29,7 +30,8 @@ def run_profile_steps(
     kv_scales: Mapping[int, KVScales],
     cpu_kernels: CpuKernels = "auto",
 ) -> None:
-    """Run decode steps of 1, 2, 4, ... requests, then max_num_batched_tokens tokens and max_num_seqs samples.
+    """Run decode steps of 1, 2, 4, ... max_num_seqs requests, with and without a prefix that they share, then a step of
+    max_num_batched_tokens tokens and max_num_seqs samples.
 
     The cache is the null block alone, so that nothing but activations and logits is taken.
     """
@@ -46,8 +48,10 @@ def run_profile_steps(
     num_tokens = limits.max_num_batched_tokens
     num_rows = min(limits.max_num_seqs, num_tokens)
     sampler = Sampler(decoder.config.vocab_size, device, 0, select_sampling(device, cpu_kernels))
-    for size in takewhile(lambda size: size < num_rows, (1 << i for i in range(16))):
+    for size in (*takewhile(lambda size: size < num_rows, (1 << i for i in range(16))), num_rows):
         _step(decoder, cache, layout, [1] * size, size, sampler, device)
+        if size > 1:
+            _step(decoder, cache, layout, [1] * size, size, sampler, device, is_cascade=True)
     lengths = [limits.max_model_len] * (num_tokens // limits.max_model_len)
     if num_tokens % limits.max_model_len:
         lengths.append(num_tokens % limits.max_model_len)
@@ -62,10 +66,14 @@ def _step(
     num_rows: int,
     sampler: Sampler,
     device: torch.device,
+    *,
+    is_cascade: bool = False,
 ) -> None:
     """One step of prompts of these lengths; after `num_rows` of its tokens it samples in each way."""
     width = -(-max(lengths) // layout.block_size)
     meta = AttentionMetadata.from_lists([[0] * width] * len(lengths), lengths, lengths, layout.block_size, device)
+    if is_cascade:  # of no tokens: layers with a window leave it aside, as they do in serving
+        meta = replace(meta, shared_prefix=torch.tensor([0, len(lengths), 0], dtype=torch.int32, device=device))
     added, residual = decoder.forward(
         torch.zeros(sum(lengths), dtype=torch.int64, device=device),
         torch.cat([torch.arange(length, device=device) for length in lengths]),

@@ -26,6 +26,7 @@ from kvctl.core.step import TokenLogprobs
 from kvctl.engine.config import CpuKernels
 from kvctl.engine.device import download, upload
 from kvctl.engine.logprobs import collect_logprobs, measure_logprobs
+from kvctl.engine.ops import triton_problem
 from kvctl.engine.sampler_random import filtered_race, first_look, keys_tensor, mix64, race, token_key
 from kvctl.engine.sampler_row import SamplingRow
 from kvctl_kernels.cpu_build import NativeUnavailable, load_native
@@ -78,7 +79,7 @@ def select_sampling(
 ) -> SamplingKernels:
     """Choose as `select_ops` does; where the native kernels cannot be had, `select_ops` has told why already."""
     if torch.device(device).type == "cuda":
-        return _cuda_sampling()
+        return _cuda_sampling(torch.device(device))
     if torch.device(device).type != "cpu" or cpu_kernels == "torch":
         return TorchSampling()
     try:
@@ -87,11 +88,11 @@ def select_sampling(
         return TorchSampling()
 
 
-def _cuda_sampling() -> SamplingKernels:
-    try:
-        from kvctl_kernels import triton_sampling
-    except ImportError:
+def _cuda_sampling(device: torch.device) -> SamplingKernels:
+    if triton_problem(device):
         return TorchSampling()
+    from kvctl_kernels import triton_sampling
+
     return TorchSampling(triton_sampling.race)
 
 

@@ -155,7 +155,40 @@ def test_the_steps_of_the_profile_run_on_the_null_block_alone(folder, monkeypatc
     real = Decoder.forward
     monkeypatch.setattr(Decoder, "forward", lambda self, ids, *rest: (seen.append(len(ids)), real(self, ids, *rest))[1])
     run_profile_steps(loaded.decoder, loaded.device, layout, config.scheduler, torch.float32, {}, "torch")
-    assert seen == [1, 2, 4, 8, 250]
+    assert seen == [1, 2, 2, 4, 4, 8, 8, 16, 16, 250], "each batch size alone and over a shared prefix"
+
+
+@pytest.mark.parametrize(
+    ("capability", "launch", "reason"),
+    [
+        ((7, 5), None, "compute capability 7.5"),
+        ((9, 0), RuntimeError("Failed to find C compiler"), "Failed to find C compiler"),
+    ],
+    ids=["old GPU", "no compiler"],
+)
+def test_a_gpu_on_which_triton_cannot_launch_is_served_by_torch_and_told(monkeypatch, capability, launch, reason):
+    from kvctl.engine.ops import TorchOps, select_ops, triton_problem
+    from kvctl.engine.sampler import TorchSampling, select_sampling
+    from kvctl.engine.sampler_random import race
+    from kvctl_kernels.triton_ops import TritonOps
+
+    def fail(*_):
+        raise launch
+
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "T4")
+    monkeypatch.setattr("torch.ones", lambda *shape, device: torch.zeros(1, 16))
+    monkeypatch.setattr(TritonOps, "__init__", lambda self, device: None)
+    monkeypatch.setattr(TritonOps, "rms_norm", fail)
+    triton_problem.cache_clear()
+    try:
+        ops = select_ops(device, torch.bfloat16)
+        assert isinstance(ops, TorchOps) and reason in ops.reason
+        sampling = select_sampling(device)
+        assert isinstance(sampling, TorchSampling) and sampling._race is race
+    finally:
+        triton_problem.cache_clear()
 
 
 def test_an_engine_that_is_let_go_gives_its_memory_back_at_once(folder):
