@@ -49,16 +49,29 @@ def test_the_bound_is_what_memory_and_arithmetic_allow(compare, work, load, expe
 def test_the_report_has_ratios_against_the_best_peer_and_names_what_did_not_run(compare, work):
     load = compare.QUICK_LOADS[0]
     results = [
-        compare.Result("kvctl", 2.5, 10**9, {load.name: [90.0, 120.0, 100.0]}, {load.name: [30.0, 50.0, 40.0]}),
+        compare.Result(
+            "kvctl",
+            2.5,
+            3 * 10**9,
+            {load.name: [90.0, 120.0, 100.0]},
+            {load.name: [30.0, 50.0, 40.0]},
+            {load.name: [7.0, 7.0, 8.0]},
+        ),
         compare.Result("vLLM", 60.0, 3 * 10**9, {load.name: [50.0]}, {load.name: [80.0]}),
         compare.Result("OpenVINO GenAI, in process", 1.0, 10**9, {load.name: [80.0]}),
     ]
     machine = compare.Machine(77e9, 870e9)
-    text = compare.report(results, {"llama.cpp": "there is no /x"}, (load,), work, machine, 3)
+    text = compare.report(results, {"llama.cpp": "there is no /x"}, (load,), work, machine, 3, (100.0, 850.0))
     share = 100.0 / work.bound(load, machine)
-    assert f"| kvctl | 100 (90 to 120), {share:.0%} | 2.5 | 1.00 |" in text
-    assert "| kvctl | 1.25x |" in text
+    assert f"| kvctl | 100 (90 to 120), {share:.0%} | 2.5 | 3.00 |" in text
+    assert "| kvctl, output tokens/s | 1.25x |" in text
     assert "| kvctl | 40 |" in text
+    assert "| kvctl, time to first token | 0.50x |" in text
+    # 64 tokens through 106 M parameters, one through the output matrix: 13.65 GFLOP at 870; 269 MB at 77 GB/s
+    assert "first token after 40 ms, 2.55 times what its products take at the machine's rate (16 ms)" in text
+    assert "7.0 ms a token, 2.00 times what reading the weights takes (3.5 ms)" in text
+    assert "all processes: 0.85 GB" in text
+    assert "100 ms with prefix caching, 850 ms without: 8.5x" in text
     assert "Not run: llama.cpp (there is no /x)." in text
 
 
