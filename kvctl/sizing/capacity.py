@@ -13,28 +13,13 @@ from kvctl.errors import ModelNotSupported
 from kvctl.model.kv_cache_spec import KVCacheSpec, marginal_bytes_per_token
 from kvctl.model.layer_shape import LayerKind
 from kvctl.sizing.blocks import blocks_of, chunk_blocks, concurrency, concurrency_in_tokens, longest, window_blocks
+from kvctl.sizing.compressed_pool import pack_compressed
 from kvctl.sizing.engine_rules import EngineRules, keeps_every_state, mamba_blocks_per_request
+from kvctl.sizing.pool_group import PoolGroup
 
 STATE_ALIGN = 16  # tokens that a block grown to hold a state is a multiple of, where no kernel wants more
 _CELLS_MULTIPLE = 256  # llama.cpp rounds a window's cells up to this
 _UNBOUNDED = (LayerKind.FULL, LayerKind.MLA)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolGroup:
-    """Layers with one block table. `page_bytes` is what one block costs for all its layers on one GPU."""
-
-    kind: LayerKind
-    layer_indices: tuple[int, ...]
-    block_tokens: int  # 0: recurrent, a block holds a state
-    page_bytes: int
-    window_tokens: int | None = None
-    source_tokens: int | None = None
-    padding_layers: int = 0
-    mixer: str = ""  # of a recurrent group
-    share_tokens: int = (
-        0  # of a recurrent group: tokens of an attention block, beside each of which a state may be kept
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +45,7 @@ class Pool:
     groups: tuple[PoolGroup, ...]
     block_bytes: int
     block_tokens: int  # of the group with the most tokens in reach
+    fit_block_bytes: int = 0  # what the fit check takes a block for, where that is not `block_bytes`
     separate_state_bytes: int = 0
     separate_windows: tuple[tuple[int, int], ...] = ()  # (window, bytes per token) of layers with a cache of their own
     notes: tuple[str, ...] = ()
@@ -74,7 +60,7 @@ class Pool:
         for group in self.groups:
             blocks, layers = _group_blocks(group, num_tokens, limits, self.rules), len(group.layer_indices)
             if self.rules.fit_counts_groups:
-                total += blocks * self.block_bytes
+                total += blocks * (self.fit_block_bytes or self.block_bytes)
             else:
                 total += blocks * group.page_bytes * layers // (layers + group.padding_layers)
         return total
@@ -139,10 +125,9 @@ def build_pool(
         return _ideal_pool(specs, rules)
     kept = [priced(spec, rules) for spec in specs]
     if any(s.kind is LayerKind.COMPRESSED for s in kept):
-        raise ModelNotSupported(
-            "cannot tell: how engines pack DeepSeek V4's compressed layers is not pinned by any log",
-            hint="Its ideal bytes per token are shown; leave out the memory options, or use --engine ideal.",
-        )
+        packed = pack_compressed(kept, rules)
+        pool = _pool(rules, packed.groups, extra_notes=packed.notes)
+        return replace(pool, block_bytes=packed.block_bytes, fit_block_bytes=packed.fit_block_bytes)
     attention = [s for s in kept if s.kind is not LayerKind.STATE]
     states = [s for s in kept if s.kind is LayerKind.STATE]
     apart = bool(states) and (not rules.groups_layers or rules.name == "llama.cpp")
@@ -228,7 +213,7 @@ def _hybrid(
 
 
 def _pool(
-    rules: EngineRules, groups: list[PoolGroup], separate_state_bytes: int = 0, extra_notes: Sequence[str] = ()
+    rules: EngineRules, groups: Sequence[PoolGroup], separate_state_bytes: int = 0, extra_notes: Sequence[str] = ()
 ) -> Pool:
     notes = [*extra_notes]
     if groups:

@@ -40,6 +40,7 @@ class EngineRules:
     estimates_graphs: bool  # CUDA graphs are part of the budget
     sorts_logits: bool  # sampling sorts the whole vocabulary, which takes twice the memory
     is_v0: bool  # vLLM before 0.8: swap space, whole-length profiling
+    compressed_packing: Literal["rows", "columns", "dense"] = "rows"  # how DeepSeek V4's pages share a block
     note: str = ""  # what a user of this version should know
 
     @property
@@ -104,6 +105,7 @@ def _vllm_rules(given: Version) -> EngineRules:
         estimates_graphs=version >= (0, 21),
         sorts_logits=version < (0, 16),
         is_v0=version < (0, 8),
+        compressed_packing="rows" if version < (0, 23) else "columns" if version < (0, 26) else "dense",  # 44454, 48993
         note=note,
     )
 

@@ -1,7 +1,8 @@
 """How long a kernel should take: bytes and FLOPs of the operation over the ceilings of the machine.
 
 Knows no kernel code: what an operation must move and compute at least, whoever computes it. A prediction is the larger
-of the two times plus one launch; measured time over prediction is what an implementation loses. Floor 1.
+of the two times plus one launch; measured time over prediction is what an implementation loses. `kvctl size` predicts
+whole steps with it (`speed`), scripts/gpu_check.py prints it beside what it measures. Floor 1.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ class Ceilings:
 class Work:
     """What an operation needs: bytes moved to or from memory, floating point operations, launches."""
 
-    num_bytes: int
-    flop: int
+    num_bytes: float
+    flop: float
     launches: int = 1
 
     def seconds(self, ceilings: Ceilings) -> float:

@@ -12,6 +12,7 @@ from kvctl.model.kv_cache_spec import KVCacheSpec, request_bytes
 from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
 from kvctl.model.weight_size import Parallelism, WeightSize
+from kvctl.sizing.kernel_time import Ceilings, Work
 
 METHOD = "roofline with efficiency priors"
 
@@ -160,9 +161,11 @@ class SpeedModel:
     def _step_s(
         self, n_bytes: float, flops: float, tokens: int, memory: float, compute: float, extra_s: float
     ) -> float:
-        read_s, compute_s = n_bytes / (self.bytes_per_s * memory), flops / (self.flops[0] * compute)
-        # A GPU overlaps the two; the cores of a CPU do one or the other (measured: scripts/size_vs_serve.py).
-        stage = read_s + compute_s if self.hardware.is_cpu else max(read_s, compute_s)
+        reached = Ceilings(self.bytes_per_s * memory, self.flops[0] * compute)
+        if self.hardware.is_cpu:  # its cores do one or the other (measured: scripts/size_vs_serve.py)
+            stage = n_bytes / reached.bytes_per_s + flops / reached.flop_per_s
+        else:  # overlapped, and the launches are in the overhead
+            stage = Work(n_bytes, flops, launches=0).seconds(reached)
         return stage * self.parallel.pipeline + self._link_s(tokens) + extra_s
 
     def decode(self, batch: int, context: int) -> DecodeSpeed:

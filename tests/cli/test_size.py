@@ -109,7 +109,7 @@ def walk(value: Any, name: str = ""):
     [
         ([QWEN, "--gpu", "h100"], 0),
         (["meta-llama/Llama-3.1-70B-Instruct", "--gpu", "h100"], 4),
-        (["deepseek-ai/DeepSeek-V4-Flash", "--kv-cache-memory-bytes", "10GiB", "--engine", "vllm"], 3),
+        (["deepseek-ai/DeepSeek-V4-Flash", "--kv-cache-memory-bytes", "10GiB", "--engine", "sglang"], 3),
         (["no/such"], 1),
         ([QWEN, "--gpu", "zork"], 2),
         ([QWEN, "--tp", "3"], 2),

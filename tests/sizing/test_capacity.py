@@ -140,7 +140,9 @@ def test_the_null_block_costs_a_request_that_would_fit_exactly() -> None:
 def test_deepseek_v4_packing_is_not_guessed_but_its_ideal_bytes_are_told() -> None:
     assert ask("deepseek-ai/DeepSeek-V4-Flash", engine="vllm").bytes_per_token > 0
     with pytest.raises(ModelNotSupported, match="cannot tell"):
-        ask("deepseek-ai/DeepSeek-V4-Flash", engine="vllm", kv_bytes=10 * GIB)
+        ask("deepseek-ai/DeepSeek-V4-Flash", engine="sglang", kv_bytes=10 * GIB)
+    with pytest.raises(ModelNotSupported, match="cannot tell"):  # the layout is known for FP8 alone
+        ask("deepseek-ai/DeepSeek-V4-Flash", engine="vllm", kv_bytes=10 * GIB, kv_dtype="bfloat16")
 
 
 layers = st.lists(
