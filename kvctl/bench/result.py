@@ -122,7 +122,7 @@ class _Tally:
         self.num_rows = self.num_completed = self.num_events = self._num_good = 0
         self.output_tokens = 0.0
         self.prompt_tokens = self._cached_tokens = self._num_told = self._num_cached_told = 0
-        self._asked_prompt_tokens = self._num_asked = self._num_exact = 0
+        self._asked_prompt_tokens = self._prompt_tokens_where_asked = self._num_asked = self._num_exact = 0
         self._asked_output_tokens = self._num_output_asked = 0
         self._classes: dict[str, dict[str, array[float]]] = {}
 
@@ -145,6 +145,7 @@ class _Tally:
             if row.asked_prompt_tokens >= 0:
                 self._num_asked += 1
                 self._asked_prompt_tokens += row.asked_prompt_tokens
+                self._prompt_tokens_where_asked += row.prompt_tokens
                 self._num_exact += row.prompt_tokens == row.asked_prompt_tokens
         if row.cached_tokens >= 0:
             self._num_cached_told += 1
@@ -160,6 +161,7 @@ class _Tally:
             "total": self.prompt_tokens if told else None,
             "mean": round(self.prompt_tokens / told, 3) if told else None,
             "asked_mean": round(self._asked_prompt_tokens / asked, 3) if asked else None,
+            "mean_where_asked": round(self._prompt_tokens_where_asked / asked, 3) if asked else None,
             "exact_share": round(self._num_exact / asked, 4) if asked else None,
             "cached_share": round(self._cached_tokens / self.prompt_tokens, 4) if has_cached else None,
         }

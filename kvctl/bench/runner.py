@@ -190,7 +190,15 @@ def measure(config: BenchConfig, prepared: Prepared, progress: Progress) -> tupl
     finally:
         readings, server_kind = ([], None) if monitor is None else monitor.stop()
     summary, _, latencies = build_summary(measured, config.load, config.report)
-    client = judge(measured, summary, config.load, config.report, prepared.calibration, num_workers=config.num_workers)
+    client = judge(
+        measured,
+        summary,
+        config.load,
+        config.report,
+        prepared.calibration,
+        num_workers=config.num_workers,
+        users_think=prepared.workload.has_pauses,
+    )
     issue_end_s = measured.issue_end_s or measured.end_s
     server = build_server_report(readings, server_kind, measured.start_s, issue_end_s, measured.end_s)
     if config.roofline is not None:
@@ -223,11 +231,11 @@ def _config_as_json(config: BenchConfig, prepared: Prepared, summary: Mapping[st
     request = prepared.preflight.request
     notes = list(prepared.notes)
     exact = summary["input_tokens"]["exact_share"]
-    for what, name, told in (
-        ("prompts", "input_tokens", f" ({exact or 0:.0%} exact)"),
-        ("answers", "output_tokens", ""),
+    for what, name, of, told in (
+        ("prompts", "input_tokens", "mean_where_asked", f" ({exact or 0:.0%} exact)"),
+        ("answers", "output_tokens", "mean", ""),
     ):
-        mean, asked = summary[name]["mean"], summary[name]["asked_mean"]
+        mean, asked = summary[name][of], summary[name]["asked_mean"]
         if mean and asked and abs(mean / asked - 1) > _LENGTH_TOLERANCE:
             notes.append(f"{what} had {mean:.4g} tokens on average where {asked:.4g} were asked for{told}")
     cached = summary["input_tokens"]["cached_share"]

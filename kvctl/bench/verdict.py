@@ -54,6 +54,7 @@ def judge(
     report: ReportConfig,
     calibration: Calibration | None,
     num_workers: int = 1,
+    users_think: bool = False,
 ) -> dict[str, Any]:
     """The `client` object of a result: lag, coalescing, lateness, calibration, verdict and reason."""
     lags = LatencySummary.of_histogram(measured.lags)
@@ -73,6 +74,8 @@ def judge(
     duration_s = max(measured.end_s - measured.start_s, 1e-9)
     cpu_share = measured.cpu_s / duration_s / num_workers
     reasons = _reasons(measured, summary, load, lags, coalesced_share, num_harmful, num_sent, cpu_share, calibration)
+    if not users_think:
+        reasons += _too_few_in_flight(measured, summary, load)
     return {
         "timing": "kernel" if measured.uses_kernel_clock else "read",
         "lag_ms": {"p50": to_ms(lags.percentile_s(50)), "p99": to_ms(lags.percentile_s(99)), "n": lags.n},
@@ -115,11 +118,6 @@ def _reasons(
         reasons.append(f"{coalesced_share:.0%} of the events were read together because this client was late")
     if load.is_open and load.max_in_flight is None and num_late > max(_FEW_LATE, _MAX_LATE_SHARE * num_sent):
         reasons.append(f"{num_late} of {num_sent} requests were sent too late to count as due")
-    steady = summary.get("steady")
-    if load.concurrency is not None and steady and steady["requests_sent"] and not measured.errors:
-        share = steady["mean_in_flight"] / load.concurrency
-        if share < _MIN_IN_FLIGHT_SHARE:
-            reasons.append(f"{steady['mean_in_flight']:.1f} in flight instead of {load.concurrency}")
     if cpu_share > _MAX_CPU_SHARE:
         reasons.append(f"this client used {cpu_share:.0%} of a core: more --workers or a faster machine")
     if calibration is not None:
@@ -129,6 +127,16 @@ def _reasons(
         if abs(calibration.gap_error_share) > _MAX_ERROR_SHARE:
             reasons.append(f"calibration: gap p50 was off by {calibration.gap_error_share:.0%} at this concurrency")
     return reasons
+
+
+def _too_few_in_flight(measured: Measurements, summary: Mapping[str, Any], load: LoadConfig) -> list[str]:
+    """A closed loop whose users do not think has as many requests in flight as users, but for failures."""
+    steady = summary.get("steady")
+    if load.concurrency is None or not steady or not steady["requests_sent"] or measured.errors:
+        return []
+    if steady["mean_in_flight"] / load.concurrency >= _MIN_IN_FLIGHT_SHARE:
+        return []
+    return [f"{steady['mean_in_flight']:.1f} in flight instead of {load.concurrency}"]
 
 
 def _good_reason(measured: Measurements, lags: LatencySummary, calibration: Calibration | None) -> str:

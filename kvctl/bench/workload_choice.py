@@ -61,6 +61,11 @@ class WorkloadChoice:
         return self.dataset is not None and self.dataset.is_timed
 
     @property
+    def has_pauses(self) -> bool:
+        """Whether users think between their turns: then fewer are in flight than there are users."""
+        return self.profile is not None and any(kind.think_s > 0 for kind in self.profile.classes)
+
+    @property
     def usual_prompt_tokens(self) -> int | None:
         """The mean length of made prompts; None when the texts are given."""
         if self.profile is not None:

@@ -119,6 +119,9 @@ def test_input_lengths_tell_how_exact_they_were():
     rows = [row(i, 100.0 + i, prompt_tokens=50 if i else 53) for i in range(4)]
     told = summary_of(measured_of(rows))["input_tokens"]
     assert (told["mean"], told["asked_mean"], told["exact_share"]) == (50.75, 50.0, 0.75)
+    later_turn = replace(row(9, 105.0, prompt_tokens=500), asked_prompt_tokens=-1)
+    told = summary_of(measured_of([*rows, later_turn]))["input_tokens"]
+    assert (told["mean"], told["mean_where_asked"]) == (140.6, 50.75)
     unknown = summary_of(measured_of([row(0, 100.0, prompt_tokens=-1)]))["input_tokens"]
     assert unknown["mean"] is None
 

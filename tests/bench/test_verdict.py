@@ -25,9 +25,9 @@ GOOD = Calibration(
 OPEN = LoadConfig(arrivals=ArrivalSpec.steady(2.0), duration_s=10)
 
 
-def judged(measured, load=CLOSED, calibration=GOOD):
+def judged(measured, load=CLOSED, calibration=GOOD, **options):
     summary = build_summary(measured, load, ReportConfig())[0]
-    return judge(measured, summary, load, ReportConfig(), calibration)
+    return judge(measured, summary, load, ReportConfig(), calibration, **options)
 
 
 def measured_with(**fields):
@@ -75,13 +75,17 @@ def test_requests_sent_late_spoil_an_open_loop_and_are_counted():
     rows = [replace(row(i, 100.0 + i * 0.1), due_s=100.0 + i * 0.1 - 0.03, connect_s=0.0) for i in range(50)]
     told = judged(measured_of(rows), OPEN)
     assert (told["late"], told["verdict"]) == (50, "client_limited")
+    waited = judged(measured_of([replace(one, place_wait_s=0.03) for one in rows]), OPEN)
+    assert (waited["late"], waited["verdict"]) == (0, "valid")
     capped = replace(OPEN, max_in_flight=4)
     assert judged(measured_of(rows), capped)["verdict"] == "valid"  # waiting under a cap was asked for
 
 
 def test_fewer_streams_than_asked_for_are_told():
-    told = judged(measured_of(two_streams(10)), replace(CLOSED, concurrency=4))
+    load = replace(CLOSED, concurrency=4)
+    told = judged(measured_of(two_streams(10)), load)
     assert "2.0 in flight instead of 4" in told["reason"]
+    assert judged(measured_of(two_streams(10)), load, users_think=True)["verdict"] == "valid"
 
 
 def test_a_full_core_is_told():
