@@ -114,7 +114,7 @@ def parse_page(
     """Read a page. With `prefixes`, series of other names are passed over unread (cheap on a large page)."""
     result = Page()
     if len(page) > max_bytes:
-        page = page[:max_bytes]
+        page = page[: _end_of_last_line(page, max_bytes)]  # half a line may read as another number
         result.truncated = f"the page is larger than {max_bytes:,} bytes"
     text = page.decode("utf-8", errors="replace") if isinstance(page, bytes) else page
     series = result.series
@@ -174,6 +174,10 @@ def parse_page(
             known.append(sample)
         result.num_series += 1
     return result
+
+
+def _end_of_last_line(page: str | bytes, limit: int) -> int:
+    return page.rfind("\n", 0, limit) + 1 if isinstance(page, str) else page.rfind(b"\n", 0, limit) + 1
 
 
 def printable(text: str, *, limit: int = 200) -> str:

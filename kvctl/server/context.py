@@ -41,11 +41,6 @@ class Engine(Protocol):
         """Why it does not get on although it lives and has work; None: it does."""
         ...
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that have not ended."""
-        ...
-
     def generate(
         self,
         prompt_token_ids: Sequence[int],

@@ -194,3 +194,13 @@ def test_printable_takes_the_terminals_tricks_away():
 )
 def test_the_kind_of_server_is_told_from_its_names(text, server):
     assert detect_server(parse_page(text)) == server
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_a_page_that_is_too_long_ends_at_a_whole_line(as_bytes):
+    """Cut in the middle, 123456 would be read as 1234."""
+    text = "a 1\nb 123456\nc 3\n"
+    for limit in range(len(text)):
+        page = parse_page(text.encode() if as_bytes else text, max_bytes=limit)
+        assert page.truncated and page.value("b") in (None, 123456) and not page.num_rejected
+    assert parse_page(text, max_bytes=len(text)).truncated is None
