@@ -16,7 +16,8 @@ GEMMA_4_31B: dict[str, Any] = {
     "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4_text", "num_hidden_layers": 60,
     "hidden_size": 5376, "intermediate_size": 21_504, "num_attention_heads": 32, "num_key_value_heads": 16,
     "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
-    "num_kv_shared_layers": 0, "sliding_window": 1024, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "num_kv_shared_layers": 0, "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
     "max_position_embeddings": 262_144, "torch_dtype": "bfloat16", "vocab_size": 262_144,
 }  # fmt: skip
 QWEN35_27B: dict[str, Any] = {
