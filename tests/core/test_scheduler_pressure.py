@@ -207,6 +207,8 @@ def test_a_prompt_whose_chunk_ends_one_token_early_can_be_preempted_in_that_step
     plan, _ = run_step(s)  # low's chunk reaches token 15 of 16: nothing is sampled for it
     assert plan.preempted_request_ids == ["low"] and scheduled(plan) == {"high": 1}
     assert s.requests["low"].num_in_flight == 0
+    twin = make_request("twin", [*s.requests["low"].token_ids[:12], 1])
+    assert s.kv_cache_manager.find_cached_prefix(twin).num_tokens == 8, "its third block was planned, never computed"
     assert {name: len(tokens) for name, tokens in run_all(s).items()} == {"high": 2, "low": 4}
 
 
