@@ -185,6 +185,8 @@ def measure(config: BenchConfig, prepared: Prepared, progress: Progress) -> tupl
                 verify_tls=config.verify_tls,
             )
         )
+    if config.num_workers > 1:  # they have no live view: each is a process without a terminal
+        progress.say(f"running the load in {config.num_workers} processes; the figures come at its end")
     try:
         measured = run_load(job, num_workers=config.num_workers, watch=progress.watch(config.load))
     finally:
