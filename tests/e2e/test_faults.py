@@ -183,6 +183,7 @@ def test_no_key_and_no_prompt_reaches_the_log_or_the_metrics(tiny_model):
     flags = ("--api-key", secrets[0], "--enable-log-requests", "--log-level", "debug")
     with ServeProcess.tiny(tiny_model, *flags) as server:
         body = {**ASK, "prompt": secrets[2], "cache_salt": secrets[3], "user": secrets[2]}
+        body |= {"stop": [secrets[2]], "bad_words": [secrets[2]]}
         for key, status in ((secrets[0], 200), (secrets[1], 401)):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == status
