@@ -27,7 +27,7 @@ _TIMESPEC = struct.Struct("@qq")
 _iter_timespecs = _TIMESPEC.iter_unpack
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if sys.platform == "linux" else 0
 _READ_BYTES = 64 * 1024
-_MAX_KEPT = 16
+_MAX_KEPT = 64
 _OFFSET_AGE_S = 0.05
 _MAX_PLAUSIBLE_LAG_S = 10.0  # beyond it the wall clock was set in between: the moment of the read is taken
 
@@ -62,9 +62,11 @@ class ArrivalClock:
                 seconds - offset_s - rest_s + nanoseconds * 1e-9
                 for seconds, nanoseconds in _iter_timespecs(b"".join(stamps))
             ]
-            lag_s = last_s - arrivals_s[-1]
-            if 0.0 <= lag_s < _MAX_PLAUSIBLE_LAG_S and 0.0 <= reads[0][2] - arrivals_s[0] < _MAX_PLAUSIBLE_LAG_S:
+            first_lag_s, lag_s = reads[0][2] - arrivals_s[0], last_s - arrivals_s[-1]
+            if 0.0 <= lag_s < _MAX_PLAUSIBLE_LAG_S and 0.0 <= first_lag_s < _MAX_PLAUSIBLE_LAG_S:
                 self._recent_lags_s.append(lag_s)
+                if len(reads) > 1:
+                    self._recent_lags_s.append(first_lag_s)
                 return arrivals_s
         else:
             self.uses_kernel = False
