@@ -4,6 +4,7 @@ Plain data and two Protocols, no route and no JSON: the Protocols list all that 
 of the recorder. Floor 3.
 """
 
+import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ class ServingContext:
     options: ApiOptions = field(default_factory=ApiOptions)
     template_process: TemplateProcess = field(default_factory=TemplateProcess)
     request_numbers: Iterator[int] = field(default_factory=itertools.count)
+    # /tokenize and /detokenize ask for no key: they get one of the threads that tokenize, prompts have the others
+    keyless_work: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     is_draining: bool = False  # set on SIGTERM: running requests may end, new ones get 503
     texts: TokenTexts = field(init=False)
     bodies: BodyReader = field(init=False)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. Floor 3."""
+"""POST /tokenize and /detokenize. One of them works at a time: they are open to everybody. Floor 3."""
 
 import asyncio
 from typing import Any, Final
@@ -30,16 +30,18 @@ async def tokenize(context: ServingContext, http: Request) -> Response:
     if parse_json(data, _Kind).messages is not None:
         body = parse_json(data, TokenizeChatRequest)
         context.model.check(body.model)
-        token_ids = await encode_chat(context, body)
+        async with context.keyless_work:
+            token_ids = await encode_chat(context, body)
     else:
         body = parse_json(data, TokenizeCompletionRequest)
         context.model.check(body.model)
-        token_ids = await encode(
-            context.tokenizer,
-            body.prompt,
-            add_special_tokens=body.add_special_tokens is not False,
-            max_model_len=context.limits.max_model_len,
-        )
+        async with context.keyless_work:
+            token_ids = await encode(
+                context.tokenizer,
+                body.prompt,
+                add_special_tokens=body.add_special_tokens is not False,
+                max_model_len=context.limits.max_model_len,
+            )
     answer: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": context.limits.max_model_len,
@@ -61,5 +63,6 @@ async def detokenize(context: ServingContext, http: Request) -> Response:
     if len(body.tokens) <= INLINE_TOKENS:
         text = context.tokenizer.decode(body.tokens, skip_special_tokens=False)
     else:
-        text = await asyncio.to_thread(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        async with context.keyless_work:
+            text = await asyncio.to_thread(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

@@ -1,3 +1,6 @@
+import asyncio
+import threading
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -190,6 +193,26 @@ async def test_tokenize_renders_a_conversation_as_chat_does(client, context):
 async def test_detokenize_of_a_long_list_says_the_same(client):
     answer = await client.post("/detokenize", json={"tokens": [97] * 5000})
     assert answer.json()["prompt"] == "a" * 5000
+
+
+async def test_tokenizing_without_a_key_leaves_threads_for_those_who_have_one(context, client, monkeypatch):
+    working, most, gate = set(), [], threading.Event()
+    encode = context.tokenizer.encode
+
+    def slow(text, **options):
+        working.add(text)
+        most.append(len(working & {"x" * 5000 + str(i) for i in range(9)}))
+        assert text[0] != "x" or gate.wait(10)
+        working.discard(text)
+        return encode(text[:200], **options)
+
+    monkeypatch.setattr(context.tokenizer, "encode", slow)
+    keyless = [asyncio.create_task(client.post("/tokenize", json={"prompt": "x" * 5000 + str(i)})) for i in range(9)]
+    served = await client.post("/v1/completions", json={"prompt": "y" * 3000, "max_tokens": 1})
+    assert served.status_code == 200 and not gate.is_set()
+    gate.set()
+    assert {(await answer).status_code for answer in keyless} == {200}
+    assert max(most) == 1
 
 
 async def test_detokenize_refuses_ids_outside_the_vocabulary(client):
