@@ -55,6 +55,7 @@ def line_plot(
     height: int = 300,
 ) -> str:
     """One plot as an <svg> element; a note instead when there is nothing to draw."""
+    series = [line for line in series if any(y is not None for _, y in line.points)]
     xs = [x for line in series for x, y in line.points if y is not None and (x > 0 or not x_axis.is_log)]
     ys = [y for line in series for x, y in line.points if y is not None and (y > 0 or not y_axis.is_log)]
     if not xs or not ys:

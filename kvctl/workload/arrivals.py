@@ -73,13 +73,6 @@ class ArrivalSpec:
         return cls((RateSegment(rate_per_s, rate_per_s, math.inf),), process, burstiness)
 
     @classmethod
-    def bursts(
-        cls, rate_per_s: float, on_s: float, off_s: float, process: Process = "poisson", burstiness: float = 1.0
-    ) -> "ArrivalSpec":
-        """On and off in turn; the rate is that of the on time."""
-        return cls((RateSegment(rate_per_s, rate_per_s, on_s), RateSegment(0, 0, off_s)), process, burstiness, True)
-
-    @classmethod
     def parse(cls, text: str, process: Process = "poisson", burstiness: float = 1.0) -> "ArrivalSpec":
         """Read '5', '1@10s,2@10s,4' (steps), '1..20@60s' (a ramp) or '20@2s,0@8s,...' (again and again).
 
@@ -132,11 +125,6 @@ class ArrivalSpec:
         """When the last segment ends; infinite where it does not."""
         return math.inf if self.repeat else sum(segment.duration_s for segment in self.segments)
 
-    def scaled(self, factor: float) -> "ArrivalSpec":
-        """The same shape at `factor` times the rate."""
-        segments = tuple(RateSegment(s.start_per_s * factor, s.end_per_s * factor, s.duration_s) for s in self.segments)
-        return ArrivalSpec(segments, self.process, self.burstiness, self.repeat)
-
     def as_json(self) -> dict[str, object]:
         """The specification as a result tells it."""
         return {
@@ -148,16 +136,3 @@ class ArrivalSpec:
                 for s in self.segments
             ],
         }
-
-
-def first_times_s(spec: ArrivalSpec, seed: int, count: int, total_s: float | None = None) -> list[float]:
-    """The first `count` due times; with `total_s`, stretched so that the last is due then (an exact mean rate)."""
-    times: list[float] = []
-    for time_s in spec.times_s(seed):
-        if len(times) == count:
-            break
-        times.append(time_s)
-    if total_s is not None and times and times[-1] > 0:
-        factor = total_s / times[-1]
-        times = [time_s * factor for time_s in times]
-    return times

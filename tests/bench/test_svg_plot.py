@@ -41,6 +41,13 @@ def test_a_gap_in_the_data_breaks_the_line():
     assert line_plot("t", [Series("a", points)], Axis("x"), Axis("y")).count("<polyline") == 2
 
 
+def test_a_series_without_a_point_is_not_in_the_legend():
+    drawn = [Series("drawn", [(1, 2), (2, 3)]), Series("other", [(1, 3), (2, 4)], 2), Series("empty", [(1, None)], 3)]
+    text = line_plot("t", drawn, Axis("x"), Axis("y"))
+    assert ">other<" in text
+    assert ">empty<" not in text
+
+
 def test_nothing_to_draw_is_said():
     assert "no data" in line_plot("t", [Series("a", [])], Axis("x"), Axis("y"))
     assert "no data" in line_plot("t", [Series("a", [(1, None)])], Axis("x"), Axis("y"))
