@@ -15,6 +15,7 @@ from typing import Any
 from server_under_test import Page, total
 
 WORDS = ("river", "stone", "cloud", "engine", "garden", "window", "silver", "number", "bridge", "letter", "paper")
+MIN_ROUNDS = 4  # fewer show no growth
 RSS_SLACK = 1.05  # of the level once warm
 RSS_SLACK_BYTES = 24 << 20
 ENDS = "vllm:request_success_total"  # one per child, by reason
@@ -129,7 +130,7 @@ def check_page(tally: Tally, page: Page) -> None:
 
 def check_flat(tally: Tally, samples: Sequence[dict[str, float]]) -> None:
     """Compare the idle server's resources late with those once warm."""
-    if len(samples) < 4:
+    if len(samples) < MIN_ROUNDS:
         tally.violate(f"only {len(samples)} rounds: too few to see growth")
         return
     half = len(samples) // 2

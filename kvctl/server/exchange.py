@@ -7,13 +7,14 @@ streams are closed, and closing a stream aborts its request in the engine. Knows
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.types import Receive
 
 from kvctl.engine.request_output import RequestOutput
 from kvctl.server.errors import ClientDisconnected, ShuttingDown
 
+STARTS_PER_TURN: Final = 16
 Result = TypeVar("Result")
 OutputStream = AsyncGenerator[RequestOutput, None]
 
@@ -84,8 +85,12 @@ async def merge(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, Re
         except Exception as error:
             await queue.put((index, error))
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        for index, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(pump(index, stream)))
+            if index % STARTS_PER_TURN == STARTS_PER_TURN - 1:
+                await asyncio.sleep(0)  # a stream's first step hands its request to the engine: let others' tokens pass
         left = len(tasks)
         while left:
             index, item = await queue.get()
