@@ -20,10 +20,11 @@ void each_row(int64_t rows, int64_t elements_per_row, int num_threads, F&& row) 
     });
 }
 
-// x and out [rows, width]; with `residual`, x + residual is rounded, written to new_residual and normalised.
+// x and out [rows, width]; with `residual`, x + residual is rounded, written to new_residual and normalised. Weights are
+// float32 for every E: a stored 1 + w has more digits than bfloat16.
 template <class E>
 void rms_norm(const typename E::T* x, int64_t x_stride, const typename E::T* residual, typename E::T* new_residual,
-              const typename E::T* weight, typename E::T* out, int64_t rows, int64_t inner, int64_t x_inner_stride,
+              const float* weight, typename E::T* out, int64_t rows, int64_t inner, int64_t x_inner_stride,
               int64_t width, float eps, int num_threads) {
     typedef typename E::T T;
     each_row(rows * inner, width, num_threads, [&](int64_t i) {
@@ -50,8 +51,8 @@ void rms_norm(const typename E::T* x, int64_t x_stride, const typename E::T* res
         float total = sum_lanes(squares);
         for (d = width / VL * VL; d < width; d++) total += E::get(from[d]) * E::get(from[d]);
         const float inverse = 1.0f / sqrtf(total / (float)width + eps);
-        for (d = 0; d + VL <= width; d += VL) E::store(to + d, E::load(from + d) * inverse * E::load(weight + d));
-        for (; d < width; d++) to[d] = E::put(E::get(from[d]) * inverse * E::get(weight[d]));
+        for (d = 0; d + VL <= width; d += VL) E::store(to + d, E::load(from + d) * inverse * load_as<vf>(weight + d));
+        for (; d < width; d++) to[d] = E::put(E::get(from[d]) * inverse * weight[d]);
     });
 }
 

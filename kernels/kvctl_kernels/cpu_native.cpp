@@ -45,10 +45,10 @@ void kvctl_rotary(int dtype, const elementwise::Rotary* arguments, int num_threa
 }
 
 void kvctl_rms_norm(int dtype, const void* x, int64_t x_stride, const void* residual, void* new_residual,
-                    const void* weight, void* out, int64_t rows, int64_t inner, int64_t x_inner_stride, int64_t width,
+                    const float* weight, void* out, int64_t rows, int64_t inner, int64_t x_inner_stride, int64_t width,
                     float eps, int num_threads) {
     BY_DTYPE(elementwise::rms_norm<E>((const E::T*)x, x_stride, (const E::T*)residual, (E::T*)new_residual,
-                                      (const E::T*)weight, (E::T*)out, rows, inner, x_inner_stride, width, eps,
+                                      weight, (E::T*)out, rows, inner, x_inner_stride, width, eps,
                                       num_threads));
 }
 

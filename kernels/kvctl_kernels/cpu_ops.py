@@ -217,8 +217,9 @@ class NativeCpuOps:
             strides = (x.stride(0), x.stride(1))
         else:
             return self._torch.rms_norm(x, weight, eps)
-        if x.stride(-1) != 1 or x.dtype is not self._dtype or weight.dtype is not self._dtype:
+        if x.stride(-1) != 1 or x.dtype is not self._dtype:
             return self._torch.rms_norm(x, weight, eps)
+        weight = weight.float()  # models hold them so already
         out = torch.empty(x.shape, dtype=self._dtype)
         self._library.kvctl_rms_norm(
             self._code,
@@ -243,9 +244,10 @@ class NativeCpuOps:
             x.dim() != 2
             or x.stride(1) != 1
             or not residual.is_contiguous()
-            or not (x.dtype is residual.dtype is weight.dtype is self._dtype)
+            or not (x.dtype is residual.dtype is self._dtype)
         ):
             return self._torch.rms_norm_residual(x, residual, weight, eps)
+        weight = weight.float()
         rows, width = x.shape
         out, total = torch.empty_like(residual), torch.empty_like(residual)
         self._library.kvctl_rms_norm(

@@ -16,12 +16,12 @@ struct Linear {
 };
 
 struct Layer {
-    const void* input_norm;
-    const void* q_norm;  // null: none; k_norm likewise
-    const void* k_norm;
-    const void* attention_out_norm;  // null: none
-    const void* mlp_norm;
-    const void* mlp_out_norm;  // null: none
+    const float* input_norm;
+    const float* q_norm;  // null: none; k_norm likewise
+    const float* k_norm;
+    const float* attention_out_norm;  // null: none
+    const float* mlp_norm;
+    const float* mlp_out_norm;  // null: none
     Linear qkv, output, gate_up, down;
     const float* cos_sin;
     void* k_cache;
@@ -66,14 +66,14 @@ struct Pass {
     const int num_threads;
     int64_t num_tokens;  // that the rest of the layer works on
 
-    void norm(const void* x, const void* residual, const void* weight, void* out) const {
+    void norm(const void* x, const void* residual, const float* weight, void* out) const {
         elementwise::rms_norm<E>((const T*)x, model.hidden_size, (const T*)residual, (T*)step.residual,
-                                 (const T*)weight, (T*)out, num_tokens, 1, 0, model.hidden_size, model.eps,
+                                 weight, (T*)out, num_tokens, 1, 0, model.hidden_size, model.eps,
                                  num_threads);
     }
 
-    void head_norm(const T* x, int64_t x_stride, int heads, const void* weight, T* out) const {
-        elementwise::rms_norm<E>(x, x_stride, nullptr, nullptr, (const T*)weight, out, num_tokens, heads,
+    void head_norm(const T* x, int64_t x_stride, int heads, const float* weight, T* out) const {
+        elementwise::rms_norm<E>(x, x_stride, nullptr, nullptr, weight, out, num_tokens, heads,
                                  model.head_dim, model.head_dim, model.eps, num_threads);
     }
 

@@ -141,10 +141,10 @@ class NativeStack:
 
     @staticmethod
     def supports(shape: StackShape, layers: Sequence[StackLayer], dtype: torch.dtype) -> bool:
-        """Whether the kernels can run these layers. Norm weights in more precision than the rest are not for them."""
+        """Whether the kernels can run these layers: norm weights in float32, one length of rotation."""
         rotated = {layer.cos_sin_cache.shape[1] for layer in layers}
         norms = {norm.dtype for layer in layers for norm in layer.norms if norm is not None}
-        return shape.head_dim % HEAD_DIM_MULTIPLE == 0 and len(rotated) == 1 and norms == {dtype}
+        return shape.head_dim % HEAD_DIM_MULTIPLE == 0 and len(rotated) == 1 and norms == {torch.float32}
 
     def __init__(
         self,

@@ -73,6 +73,11 @@ def _check_unknown(files: Iterable[str], config: DecoderConfig) -> None:
             )
 
 
+def _held_dtype(packed: PackedTensor, dtype: torch.dtype) -> torch.dtype:
+    """Norms are held in float32, a few kilobytes: kernels widen them anyway, and 1 + w does not fit bfloat16."""
+    return torch.float32 if packed.is_norm else dtype
+
+
 class CheckpointWeights:
     """Packed tensors from the .safetensors files of a folder.
 
@@ -117,9 +122,7 @@ class CheckpointWeights:
     def load(self, packed: PackedTensor) -> Tensor:
         """Copy the parts from the map into one new tensor, a few megabytes at a time."""
         folded = packed.is_norm and self._norm_plus_one
-        # 1 + w needs more digits than bfloat16 has: norms of such models are kept in float32, a few kilobytes.
-        dtype = torch.float32 if folded else self._dtype
-        target = torch.empty(packed.shape, dtype=dtype, device=self._device)
+        target = torch.empty(packed.shape, dtype=_held_dtype(packed, self._dtype), device=self._device)
         row = 0
         for part in packed.parts:
             file, stored = self._files[part.name], self._stored_names[part.name]
@@ -152,7 +155,6 @@ class DummyWeights:
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self._dtype = dtype
         self._device = device
-        self._norm_plus_one = config.norm_plus_one
         self._generator = torch.Generator(device=device).manual_seed(seed)
 
     def find(self, name: str) -> Tensor | None:
@@ -162,8 +164,7 @@ class DummyWeights:
     def load(self, packed: PackedTensor) -> Tensor:
         """Norms are one; the rest is uniform with the standard deviation 0.02 that models are initialised with."""
         if packed.is_norm:
-            dtype = torch.float32 if self._norm_plus_one else self._dtype
-            return torch.ones(packed.shape, dtype=dtype, device=self._device)
+            return torch.ones(packed.shape, dtype=torch.float32, device=self._device)
         bound = 0.02 * 3**0.5
         tensor = torch.empty(packed.shape, dtype=self._dtype, device=self._device)
         return tensor.uniform_(-bound, bound, generator=self._generator)

@@ -40,7 +40,7 @@ class LivelyWeights:
         generator = torch.Generator().manual_seed(len(packed.key) + sum(map(ord, packed.key)))
         drawn = torch.randn(packed.shape, generator=generator)
         scaled = 1 + 0.2 * drawn if packed.is_norm else drawn / packed.shape[-1] ** 0.5
-        return scaled.to(self._dtype)
+        return scaled if packed.is_norm else scaled.to(self._dtype)
 
 
 def run(config, dtype, threads, kv_dtype=None, cpu_kernels="native"):
@@ -149,9 +149,10 @@ def test_pages_of_another_type_run_one_operation_at_a_time(one_by_one):
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-def test_norms_kept_in_float32_run_one_operation_at_a_time():
-    # Gemma's 1 + w, in a bfloat16 model
-    config = decoder_config(tiny_models.GEMMA3, 16)
+@pytest.mark.parametrize("tiny", [tiny_models.LLAMA, tiny_models.GEMMA3], ids=lambda tiny: tiny.name)
+def test_a_bfloat16_model_as_it_is_loaded_runs_in_one_call(tiny):
+    # Gemma too, whose norms are 1 + w: those of every model are held in float32
+    config = decoder_config(tiny, 16)
     decoder = build_decoder(
         config,
         DummyWeights(config, torch.bfloat16, CPU, 1),
@@ -161,7 +162,7 @@ def test_norms_kept_in_float32_run_one_operation_at_a_time():
         device=CPU,
         num_positions=8,
     )
-    assert isinstance(decoder._layers, layer_stack.PerOperationStack)
+    assert isinstance(decoder._layers, layer_stack.NativeLayerStack)
 
 
 def test_torch_kernels_run_one_operation_at_a_time():
