@@ -87,6 +87,8 @@ class LengthSpec:
 
     def draw(self, rng: random.Random) -> int:
         """One length in tokens."""
+        if self.low == self.high:
+            return self.low
         if self.shape == "uniform":
             return rng.randint(self.low, self.high)
         if self.shape == "normal":

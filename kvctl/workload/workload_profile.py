@@ -18,6 +18,7 @@ Floor 0.
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,12 @@ class WorkloadProfile:
     def sessions(self, maker: PromptMaker, *, cache_bust: bool = False) -> Iterator[Session]:
         """Yield sessions without end. `cache_bust`: shared prefixes are made different too."""
         rng = random.Random(f"profile-{maker.seed}")
-        weights = [workload_class.weight for workload_class in self.classes]
+        weights = list(accumulate(workload_class.weight for workload_class in self.classes))
         rate = maker.rate
+        chosen = self.classes[0]
         while True:
-            chosen = rng.choices(self.classes, weights)[0]
+            if len(weights) > 1:
+                chosen = rng.choices(self.classes, cum_weights=weights)[0]
             system, num_words = "", 0
             if chosen.prefix_groups and chosen.prefix_tokens:
                 num_words = rate.words_within(chosen.prefix_tokens)
