@@ -4,7 +4,7 @@ Knows formats and the `quantization_config` of a checkpoint; no model. Floor 0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +22,7 @@ class WeightFormat:
     other_bits: Fraction
     only_experts: bool = False
     quantizes_embedding: bool = False
+    expert_bits: Fraction | None = None  # of routed experts, where they are stored otherwise than linear layers
 
 
 def _grouped(bits: int, group: int, scale_bits: int, zero_bits: int = 0) -> Fraction:
@@ -121,6 +122,17 @@ def checkpoint_format(quantization: Mapping[str, Any] | None, dtype: str) -> Wei
     if method in ("awq", "gptq"):
         return named_format(method, dtype)
     return named_format("fp8" if method in ("fp8", "modelopt", "fbgemm_fp8", "quark", "") else method, dtype)
+
+
+def model_format(view: ConfigView, dtype: str) -> WeightFormat:
+    """The format of a checkpoint's weights; DeepSeek V4's FP8 checkpoints hold their experts in MXFP4.
+
+    Raises:
+        ConfigError: the config names a method that is not known here.
+    """
+    fmt = checkpoint_format(quantization_config(view), dtype)
+    experts = view.get("expert_dtype") or ("fp4" if view.model_type == "deepseek_v4" else None)
+    return replace(fmt, expert_bits=_FORMATS["mxfp4"]) if fmt.name == "fp8" and experts == "fp4" else fmt
 
 
 def quantization_config(view: ConfigView) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ Knows which parts a decoder has; no bytes and no files (weight_size.py turns par
 not in TRAITS has no count here: nothing is guessed. Floor 0.
 """
 
-from kvctl.model import weight_gemma4
+from kvctl.model import weight_deepseek_v4, weight_gemma4
 from kvctl.model.config_view import ConfigView
 from kvctl.model.layer_shape import LayerShape
 from kvctl.model.model_shape import ModelShape
@@ -25,7 +25,8 @@ def weight_parts(shape: ModelShape) -> tuple[WeightPart, ...] | None:
     view = shape.view
     if traits is None or not view.get("vocab_size") or not view.get("hidden_size") or _is_other_design(view):
         return None
-    if view.get("intermediate_size") is None and shape.family not in FFN_WIDTH and shape.family not in NO_FFN:
+    has_width = shape.family in FFN_WIDTH or shape.family in NO_FFN or shape.family == "deepseek_v4"
+    if view.get("intermediate_size") is None and not has_width:
         return None
     hidden = view.required_int("hidden_size")
     vocab = view.required_int("vocab_size")
@@ -47,6 +48,9 @@ def weight_parts(shape: ModelShape) -> tuple[WeightPart, ...] | None:
     if shape.family in _GEMMA4:
         parts += weight_gemma4.outside_layers(view, shape.num_layers)
         return tuple(parts + [part for layer in shape.layers for part in weight_gemma4.layer_parts(view, layer)])
+    if shape.family == "deepseek_v4":
+        parts += weight_deepseek_v4.outside_layers(view)
+        return tuple(parts + [part for layer in shape.layers for part in weight_deepseek_v4.layer_parts(view, layer)])
     for index, shapes in by_layer.items():
         parts.append(WeightPart("norms", _norms(view, shape.family, traits) * norm, "whole", False, index))
         for layer in shapes:

@@ -135,7 +135,7 @@ def _bits(part: WeightPart, fmt: WeightFormat) -> Fraction:
         return fmt.linear_bits
     if not part.is_linear or (fmt.only_experts and part.share != "experts"):
         return fmt.other_bits
-    return fmt.linear_bits
+    return fmt.expert_bits if fmt.expert_bits is not None and part.share == "experts" else fmt.linear_bits
 
 
 def _expert_share(shape: ModelShape) -> Fraction:

@@ -129,6 +129,7 @@ TRAITS: dict[str, Traits] = {
     "deepseek_v2": Traits(),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), Traits(router_bias=True)),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Traits(router_bias=True)),
+    "deepseek_v4": Traits(),  # its layers are counted in weight_deepseek_v4.py
     "glm4_moe_lite": Traits(router_bias=True),
     "mistral4": Traits(),
 }

@@ -20,13 +20,7 @@ from kvctl.model.kv_cache_spec import (
 )
 from kvctl.model.layer_shape import LayerKind
 from kvctl.model.model_shape import ModelShape
-from kvctl.model.weight_formats import (
-    WeightFormat,
-    checkpoint_format,
-    has_fp8_kv_scales,
-    named_format,
-    quantization_config,
-)
+from kvctl.model.weight_formats import WeightFormat, has_fp8_kv_scales, model_format, named_format
 from kvctl.model.weight_size import Parallelism, WeightSize, computed_weight_size, measured_weight_size
 from kvctl.sizing.answer_notes import Asked, answer_notes
 from kvctl.sizing.blocks import longest
@@ -301,7 +295,7 @@ def _weights(request: SizeRequest, rules: EngineRules, dtype: str) -> WeightSize
     if request.quantization is not None:
         fmt = named_format(request.quantization, dtype)
     else:
-        fmt = checkpoint_format(quantization_config(shape.view), dtype)
+        fmt = model_format(shape.view, dtype)
     files = request.model.files
     if files is not None and files.is_gguf and rules.name == "kvctl" and files.num_parameters:
         unpacked = files.num_parameters * element_bytes(dtype)

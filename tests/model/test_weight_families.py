@@ -4,8 +4,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from kvctl.model.lookup import find_model
 from kvctl.model.model_shape import ModelShape
+from kvctl.model.weight_formats import model_format
 from kvctl.model.weight_parts import weight_parts
+from kvctl.model.weight_size import Parallelism, computed_weight_size
+from kvctl.units import GIB
 
 FAMILIES = (
     "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "emu3", "ernie4_5", "exaone", "exaone4", "glm", "glm4",
@@ -65,3 +69,12 @@ def test_counts_of_models_with_code_of_their_own_are_the_published_ones(name: st
     parts = weight_parts(ModelShape.from_config(config))
     assert parts is not None
     assert sum(part.num_parameters for part in parts) == published
+
+
+def test_deepseek_v4_is_counted_to_the_last_parameter_and_its_experts_are_in_four_bits() -> None:
+    """284,332,230,231 in transformers' DeepseekV4ForCausalLM; the checkpoint takes about 150 GiB."""
+    shape = ModelShape.from_config(find_model("deepseek-ai/DeepSeek-V4-Flash").config)
+    fmt = model_format(shape.view, "bfloat16")
+    size = computed_weight_size(shape, fmt, Parallelism())
+    assert size is not None and size.num_parameters == 284_332_230_231
+    assert (fmt.name, 140 < size.total_bytes / GIB < 160) == ("fp8", True)
