@@ -1,6 +1,7 @@
 """Hostile and broken clients on real sockets."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -84,7 +85,9 @@ async def test_a_client_that_drips_its_head_is_hung_up_on_too(context, monkeypat
             await asyncio.sleep(0.02)
             if reader.at_eof():
                 break
-        assert await reader.read() == b""
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):  # what it closes with may lie unread
+                assert await reader.read() == b""
         writer.close()
 
 
