@@ -49,6 +49,13 @@ def test_an_adapter_is_part_of_every_block() -> None:
     assert not set(first) & set(second)
 
 
+def test_the_salt_is_in_the_first_block_alone_and_the_adapter_in_each() -> None:
+    first, second = hashes(list(range(8)), cache_salt="s", lora_name="l")
+    root = hashlib.sha256(b"kvctl: no parent block").digest()
+    assert first == hashlib.sha256(root + struct.pack("<4I", 0, 1, 2, 3) + b"lora:1:l" + b"salt:1:s").digest()
+    assert second == hashlib.sha256(first + struct.pack("<4I", 4, 5, 6, 7) + b"lora:1:l").digest()
+
+
 def test_keys_cannot_be_shifted_into_each_other() -> None:
     assert hashes([1, 2, 3, 4], cache_salt="x", lora_name="") != hashes([1, 2, 3, 4], lora_name="x")
     assert hashes([1, 2, 3, 4], cache_salt="a:1:b") != hashes([1, 2, 3, 4], cache_salt="b", lora_name="a")

@@ -20,6 +20,15 @@ def test_block_0_is_never_handed_out() -> None:
         pool.allocate(1)
 
 
+def test_usage_is_the_share_that_is_referenced_the_null_block_left_out() -> None:
+    pool = BlockPool(5)
+    blocks = pool.allocate(2)
+    pool.register(blocks[0], b"a")
+    assert pool.usage == 0.5
+    pool.free(blocks)
+    assert pool.usage == 0.0, "cached and referenced by nobody is free"
+
+
 def test_a_pool_of_the_null_block_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds nothing"):
         BlockPool(1)

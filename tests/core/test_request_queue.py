@@ -39,6 +39,14 @@ def test_priority_orders_by_priority_then_arrival_and_preempted_ones_find_their_
     assert names(queue) == ["early", "preempted", "late", "low"]
 
 
+def test_of_equals_a_preempted_one_goes_first() -> None:
+    queue = PriorityQueue()
+    for name in ("r_0", "r_1"):  # children of one request arrive together
+        queue.add(request(name))
+    queue.put_back(request("preempted"))
+    assert names(queue) == ["preempted", "r_0", "r_1"]
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_any_request_can_be_taken_out(policy: str) -> None:
     rng = random.Random(3)

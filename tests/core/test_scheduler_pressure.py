@@ -121,6 +121,22 @@ def test_a_waiting_request_profits_at_once_from_a_prefix_that_another_one_comput
     assert {name: len(tokens) for name, tokens in run_all(s).items()} == {"first": 6, "twin": 2}
 
 
+def test_a_waiting_request_is_looked_up_again_after_another_one_was_admitted() -> None:
+    """The other one took hold of blocks that both share: it needs fewer now, although no more are free."""
+    s = make_scheduler(num_blocks=9, policy="priority")
+    document = list(range(8))
+    s.add(make_request("earlier", [*document, 1], max_tokens=1))
+    run_step(s)
+    s.add(make_request("running", 9, priority=1, max_tokens=3))  # 3 blocks
+    run_step(s)
+    s.add(make_request("low", [*document, *range(1000, 1016)], priority=5, max_tokens=2))  # 4 new ones and the 2 shared
+    assert list(scheduled(run_step(s)[0])) == ["running"] and s.kv_cache_manager.pool.num_free_blocks == 5
+    s.add(make_request("high", [*document, 2], priority=0, max_tokens=3))
+    assert list(scheduled(run_step(s)[0])) == ["running", "high"]
+    assert s.kv_cache_manager.pool.num_free_blocks == 5  # `running` has ended
+    assert list(scheduled(run_step(s)[0])) == ["high", "low"]
+
+
 # ---- preemption ----
 
 
