@@ -211,8 +211,8 @@ class NativeStack:
     ) -> tuple[Tensor, Tensor]:
         """Run all layers over contiguous x [T, hidden_size]; one metadata per KV cache group.
 
-        Returns (what the last layer's MLP adds, the residual stream before it), both like x; or only `rows` of them, int64
-        [S] rising, each the last token of its request: the others are then spared most of the last layer.
+        Returns (what the last layer's MLP adds, the residual stream before it), both like x; or only `rows` of them,
+        int64 [S] rising, each the last token of its request: the others are then spared most of the last layer.
 
         Raises:
             ValueError: x is not what the layers take.
