@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from kvctl.errors import QueueFull
-from kvctl.server.errors import BadBody, BodyTimeout, BodyTooLarge, ClientDisconnected, from_validation
+from kvctl.server.errors import BadBody, BodyTimeout, BodyTooLarge, ClientDisconnected, ShuttingDown, from_validation
 from kvctl.units import MIB, format_bytes
 
 BODY_TIMEOUT_S: Final = 60.0
@@ -34,7 +34,15 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._max_held_bytes = max(max_held_bytes, max_bytes)
+        self._limits: set[asyncio.Timeout] = set()  # of the bodies that are being received
+        self._is_ending = False
         self.held_bytes = 0  # of bodies that are being received, beyond the first SMALL_BYTES of each
+
+    def end_all(self) -> None:
+        """Wait for no more of the bodies that are being received: the server ends."""
+        self._is_ending = True
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def read_json(self, request: Request, model: type[Model]) -> Model:
         """Receive a JSON body and read it as `model`.
@@ -52,6 +60,7 @@ class BodyReader:
             BodyTooLarge: more bytes were announced or came than are allowed, or too many values.
             BodyTimeout: it did not end in time.
             QueueFull: too much of other bodies is being received.
+            ShuttingDown: the server ends.
             ClientDisconnected: the client left.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -64,9 +73,15 @@ class BodyReader:
         if announced.isascii() and announced.isdigit() and int(announced) > self._max_bytes:
             raise self._too_large()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                data = await self._receive(request)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                self._limits.add(limit)
+                try:
+                    data = await self._receive(request)
+                finally:
+                    self._limits.discard(limit)
         except TimeoutError:
+            if self._is_ending:
+                raise ShuttingDown("the server is shutting down", hint="Send the request to another server.") from None
             raise BodyTimeout(f"the body did not arrive within {self._timeout_s:g} s") from None
         if len(data) > SMALL_BYTES:
             check_values(data, self._max_bytes)

@@ -113,6 +113,11 @@ class ServingContext:
     texts: TokenTexts = field(init=False)
     bodies: BodyReader = field(init=False)
 
+    def abort_all(self) -> None:
+        """End everything that is being received or answered: the server ends."""
+        self.closing.abort_all()
+        self.bodies.end_all()
+
     def __post_init__(self) -> None:
         self.bodies = BodyReader(self.options.max_body_bytes)
         self.texts = TokenTexts(self.tokenizer.token_text, self.tokenizer.backend.id_to_token)

@@ -208,7 +208,7 @@ class _Server:
                 await self._drain(context)
             else:
                 await asyncio.sleep(DEAD_ENGINE_GRACE_S)
-            context.closing.abort_all()
+            context.abort_all()
             server.should_exit = True
             await serving
         finally:

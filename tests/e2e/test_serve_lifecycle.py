@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -112,6 +113,20 @@ def test_without_a_timeout_running_requests_are_told_and_aborted(tiny_model, num
         assert server.wait() == 0
         with pytest.raises(ProcessLookupError):
             os.kill(engine, 0)
+
+
+def test_a_client_that_has_sent_half_a_request_does_not_keep_the_server_from_ending(tiny_model):
+    with ServeProcess.tiny(tiny_model) as server:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 99\r\n\r\n{"prompt'
+            )
+            assert httpx.get(f"{server.url}/health").status_code == 200  # so that the half is read
+            server.process.send_signal(signal.SIGTERM)
+            assert b" 503 " in client.recv(1000)
+        assert server.wait() == 0
+    assert "ERROR" not in server.final_log  # uvicorn complains of requests that it must cancel
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_model):

@@ -23,7 +23,7 @@ async def running(context: ServingContext) -> AsyncIterator[tuple[HttpServer, in
     try:
         yield server, port
     finally:
-        context.closing.abort_all()
+        context.abort_all()
         server.should_exit = True
         await serving
 

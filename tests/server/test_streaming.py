@@ -74,6 +74,17 @@ async def test_shutdown_tells_everybody_and_aborts(make_context, is_streamed):
         writer.close()
 
 
+async def test_shutdown_waits_for_no_body(context):
+    async with running(context) as (_, port):
+        reader, writer = await request(port, post("/v1/completions", b"x" * 100), b'{"prompt"')
+        answer = asyncio.create_task(read_head(reader))
+        await asyncio.sleep(0.05)
+        context.abort_all()
+        status, headers = await answer
+        assert status == 503 and headers["connection"] == "close"
+        writer.close()
+
+
 async def test_a_refusal_by_the_scheduler_reaches_the_client(make_context):
     context = make_context()
     original = context.engine.generate
