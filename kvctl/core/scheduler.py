@@ -247,7 +247,7 @@ class Scheduler:
 
         As long as nobody is admitted, blocks that become free and a longer cached prefix are all that can help it.
         """
-        if self._refused is None or not self.running or not self.config.scheduler_reserve_full_isl:
+        if self._refused is None or not self.config.scheduler_reserve_full_isl:  # without: a smaller chunk may fit
             return False
         refused, num_free_blocks, num_cached_tokens = self._refused
         return (

@@ -109,6 +109,16 @@ def test_a_long_request_that_waits_for_blocks_is_not_looked_up_again_every_step(
     assert len(run_all(s)["long"]) == 2
 
 
+def test_a_waiting_request_is_admitted_with_the_last_block_that_it_lacked() -> None:
+    s = make_scheduler(num_blocks=9)
+    s.add(make_request("short", 3, max_tokens=2))  # 1 block
+    s.add(make_request("long", 13, max_tokens=3))  # 4 blocks
+    run_step(s)
+    s.add(make_request("waiting", 16, max_tokens=1))  # 4 blocks, 3 are free until `short` ends
+    assert list(scheduled(run_step(s)[0])) == ["short", "long"]
+    assert list(scheduled(run_step(s)[0])) == ["long", "waiting"]
+
+
 def test_a_waiting_request_profits_at_once_from_a_prefix_that_another_one_computes() -> None:
     s = make_scheduler(num_blocks=16, long_prefill_token_threshold=6)
     document = list(range(40))
