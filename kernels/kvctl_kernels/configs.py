@@ -5,8 +5,9 @@ without a GPU: `scripts/kernel_report.py` compiles every row for every architect
 shared memory and instructions off the result. Imports neither torch nor triton.
 
 What the rows come from (compiled, not yet timed on a GPU): 4 warps spill in prefill at BLOCK_M 128; behind the load
-of a block table the pipeliner double-buffers K and V only at num_stages 5; shared memory allows 163 KB (sm_80),
-227 KB (sm_90, sm_100), 99 KB (sm_120), 64 KB (gfx942).
+of a block table the pipeliner double-buffers K and V only at num_stages 5; float32 takes three products and twice the
+bytes, so few rows fit; shared memory allows 99 KB (sm_120; sm_86 and sm_89, which take the rows of sm_80), 227 KB
+(sm_90, sm_100), 64 KB (gfx942).
 """
 
 from dataclasses import dataclass
@@ -71,9 +72,9 @@ def decode_config(arch: Arch, head_dim: int, kv_bytes: int, group: int) -> Atten
     wide = head_dim > 128
     # Deep pipelines want shared memory for two K and two V tiles of BLOCK_N x head_dim beside the dot operands.
     if arch == "gfx942":
-        return AttentionConfig(block_m, 32 if wide or kv_bytes == 4 else 64, 4, 2)
+        return AttentionConfig(block_m, 16 if wide and kv_bytes == 4 else 32 if wide or kv_bytes == 4 else 64, 4, 2)
     if kv_bytes == 4:
-        return AttentionConfig(block_m, 16 if wide else 32, 4, 3)
+        return AttentionConfig(block_m, 16 if head_dim > 64 else 32, 8 if head_dim > 64 else 4, 3)
     if wide:
         return AttentionConfig(block_m, 32, 4, 5)
     small_shared = arch == "sm_120" and head_dim > 64 and kv_bytes == 2
@@ -88,10 +89,15 @@ def prefill_config(
     wide = head_dim > 128
     masked = head_dim != next_power_of_2(head_dim)  # the masks of a padded head take registers too
     if arch == "gfx942":
-        rows = 64 if wide or masked or is_special else 128
-        return AttentionConfig(max(minimum, rows), 32 if wide or kv_bytes == 4 else 64, 8, 1)
-    if kv_bytes == 4:
-        return AttentionConfig(max(minimum, 32 if wide else 64), 16 if wide else 32, 8, 2)
+        is_tight = kv_bytes == 4 or (kv_bytes == 1 and is_special)
+        rows = 32 if wide and is_tight else 64 if wide or masked or is_special else 128
+        return AttentionConfig(
+            max(minimum, rows), 16 if wide and kv_bytes == 4 else 32 if wide or is_tight else 64, 8, 1
+        )
+    if kv_bytes == 4:  # three products each, and twice the bytes
+        if head_dim > 64:
+            return AttentionConfig(max(minimum, 16 if wide else 32), 16, 8, 2)
+        return AttentionConfig(max(minimum, 32), 32, 8, 2)
     # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
     few_registers = arch in ("sm_80", "sm_120")
     if wide:
@@ -102,7 +108,8 @@ def prefill_config(
     if head_dim > 64:
         if few_registers and is_special and kv_bytes == 2:
             return AttentionConfig(max(minimum, 64), 32, 4, 3)
-        rows = 64 if few_registers and (kv_bytes == 1 or masked) else 128
+        uneven = arch == "sm_80" and group != next_power_of_2(group)  # dividing rows by 3 or 7 spills there
+        rows = 64 if few_registers and (kv_bytes == 1 or masked or uneven) else 128
         return AttentionConfig(max(minimum, rows), 32 if arch == "sm_120" else 64, 8, 3)
     return AttentionConfig(max(minimum, 128), 64, 8, 3)
 
