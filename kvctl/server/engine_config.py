@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvctl.core.config import SchedulerConfig
+from kvctl.engine.chat_template import ChatTemplate
 from kvctl.engine.config import DeviceConfig, EngineConfig, ModelConfig
 from kvctl.engine.model_source import ModelFacts
-from kvctl.errors import ConfigError
+from kvctl.errors import ConfigError, InvalidRequest
 from kvctl.server.config import AUTO_LENGTH, ModelOptions, SchedulerOptions, ServeConfig
 from kvctl.server.sampling_defaults import SamplingDefaults
 from kvctl.units import GIB, MIB
@@ -162,15 +163,20 @@ def read_chat_template(asked: str | None) -> str | None:
     """Return the Jinja text of --chat-template: a file's content, or the text itself.
 
     Raises:
-        ConfigError: neither a file nor a template.
+        ConfigError: neither a file nor a template, or one that cannot be compiled.
     """
     if asked is None:
         return None
-    if "{" in asked or "\n" in asked:
-        return asked
+    text = asked
+    if "{" not in asked and "\n" not in asked:
+        try:
+            text = Path(asked).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--chat-template: {asked} cannot be read: {error}", hint="Give a file, or the template itself."
+            ) from None
     try:
-        return Path(asked).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--chat-template: {asked} cannot be read: {error}", hint="Give a file, or the template itself."
-        ) from None
+        ChatTemplate({"default": text})
+    except InvalidRequest as error:
+        raise ConfigError(f"--chat-template: {error.message}", hint="Repair it, or leave the option out.") from None
+    return text

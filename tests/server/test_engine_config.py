@@ -113,3 +113,5 @@ def test_a_chat_template_is_a_file_or_the_text_itself(tmp_path):
     assert read_chat_template(None) is None
     with pytest.raises(ConfigError, match="--chat-template"):
         read_chat_template("missing.jinja")
+    with pytest.raises(ConfigError, match="--chat-template: the chat template is not valid Jinja"):
+        read_chat_template("{% if %}")
