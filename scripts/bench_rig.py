@@ -12,6 +12,10 @@ SCRIPT_TTFT_MS, SCRIPT_GAP_MS, SCRIPT_TOKENS = 50.0, 10.0, 32
 LENGTHS = ("--input-tokens", "32", "--output-tokens", str(SCRIPT_TOKENS))
 
 
+class BenchFailed(Exception):
+    """A run without a result."""
+
+
 def bench_command(url: str, *arguments: str, result: str = "-") -> list[str]:
     """The command of a run without what is not measured here."""
     command = [sys.executable, "-m", "kvctl", "bench", url, "--json", result, "-q", "--no-calibrate", "--no-metrics"]
@@ -19,11 +23,17 @@ def bench_command(url: str, *arguments: str, result: str = "-") -> list[str]:
 
 
 def bench(url: str, *arguments: str) -> dict[str, Any]:
-    """Run `kvctl bench` as a user does and return its JSON."""
+    """Run `kvctl bench` as a user does and return its JSON.
+
+    Raises:
+        BenchFailed: it printed none.
+    """
     done = subprocess.run(bench_command(url, *arguments), capture_output=True, text=True, timeout=300)
-    if done.returncode not in (0, 1, 5, 6):
-        sys.exit(f"kvctl bench failed with {done.returncode}:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout)
+    try:
+        result: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        told = done.stderr.strip() or f"{len(done.stdout)} characters that are no JSON"
+        raise BenchFailed(f"kvctl bench failed with {done.returncode}: {told}") from None
     return result
 
 

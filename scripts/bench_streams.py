@@ -1,10 +1,9 @@
 """Part `streams` of `bench_accuracy.py`: the streams that clients misread, each with what a right client reports."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-from bench_rig import bench, or_dash
+from bench_rig import BenchFailed, bench, or_dash
 
 from kvctl.bench.mock_process import start_mock_process
 from kvctl.bench.mock_script import MockScript
@@ -77,7 +76,7 @@ def measure_streams() -> bool:
                 command = (*arguments, "-c", "4", "-n", "40", "--input-tokens", "16", "--output-tokens", "32")
                 try:
                     result = bench(url, *command, "--max-error-rate", "1")
-                except json.JSONDecodeError:
+                except BenchFailed:
                     continue
                 break
             holds = result is not None and check(result)

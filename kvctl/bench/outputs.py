@@ -39,8 +39,7 @@ def write_text(path: Path, text: str) -> None:
         KvctlError: it could not be written there; where the text is now is in the hint.
     """
     if str(path) == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _print_whole(text)
         return
     try:
         _replace(path, text)
@@ -48,6 +47,19 @@ def write_text(path: Path, text: str) -> None:
         rescued = _rescue(path.name, text)
         hint = f"It was saved as {rescued}." if rescued else "It could not be saved elsewhere either."
         raise KvctlError(f"cannot write {path}: {error.strerror}", hint=hint) from None
+
+
+def _print_whole(text: str) -> None:
+    """Print a text of any size. With PYTHONUNBUFFERED, print() drops what a pipe does not take in one go."""
+    sys.stdout.flush()
+    binary = getattr(sys.stdout, "buffer", None)
+    if binary is None:  # stdout stands for something else, e.g. in a notebook
+        sys.stdout.write(text)
+        return
+    left = memoryview(text.encode())
+    while left:
+        left = left[binary.write(left) or 0 :]
+    binary.flush()
 
 
 def _replace(path: Path, text: str) -> None:

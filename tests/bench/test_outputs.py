@@ -65,6 +65,23 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_pipe_that_takes_a_part_at_a_time_loses_nothing(monkeypatch):
+    class Reluctant(io.RawIOBase):
+        taken = b""
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            self.taken += bytes(data[:1000])
+            return min(len(data), 1000)
+
+    raw = Reluctant()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, write_through=True))  # as with PYTHONUNBUFFERED
+    write_text(Path("-"), "ü" * 5000)
+    assert raw.taken.decode() == "ü" * 5000
+
+
 def test_json_has_no_numbers_that_json_does_not_have():
     with pytest.raises(ValueError, match="JSON"):
         as_json({"x": float("nan")})
