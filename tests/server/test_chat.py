@@ -104,7 +104,10 @@ async def test_a_template_of_the_request_needs_the_operators_trust(client, make_
     ("template", "words"),
     [
         ("{{ 'a' * 10 ** 10 }}", "too much time or memory|MemoryError"),
-        ("{% set x = namespace(s='a') %}{% for i in range(50) %}{% set x.s = x.s + x.s %}{% endfor %}", "MemoryError"),
+        (
+            "{% set x = namespace(s='a') %}{% for i in range(50) %}{% set x.s = x.s + x.s %}{% endfor %}",
+            "too much time or memory|MemoryError",
+        ),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too much time"),
         ("{{ 9 ** (9 ** 9) }}", "too much time"),
         ("{{ raise_exception('not these') }}", "not these"),
@@ -113,7 +116,8 @@ async def test_a_template_of_the_request_needs_the_operators_trust(client, make_
     ids=["one-large-text", "doubling", "loops", "power", "refusal", "no-jinja"],
 )
 async def test_a_hostile_template_of_a_request_harms_nobody(make_context, monkeypatch, template, words):
-    monkeypatch.setattr(template_process, "LIMIT_S", 2.0)
+    if words == "too much time":
+        monkeypatch.setattr(template_process, "LIMIT_S", 2.0)
     context = make_context(trust_request_chat_template=True)
     async with connect(context) as client:
         hostile = asyncio.create_task(client.post(PATH, json={"messages": HI, "chat_template": template}))
