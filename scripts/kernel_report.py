@@ -11,6 +11,7 @@ in decode.
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import re
@@ -48,14 +49,14 @@ def main() -> int:
         if args.kernel in (None, case.kernel) and args.config in case.label
     ]
     rows = []
-    with (
-        ProcessPoolExecutor(os.cpu_count()) as pool,
-        Progress(console=Console(stderr=True), disable=args.json, transient=True) as progress,
-    ):
+    with Progress(console=Console(stderr=True), disable=args.json, transient=True) as progress:
         task = progress.add_task("compiling", total=len(wanted))
-        for row in pool.map(aot.compile_case, wanted):
-            rows.append(row)
-            progress.advance(task)
+        for _, cases in itertools.groupby(wanted, key=lambda case: case.arch):
+            # Fresh processes for each: Triton 3.6 keeps the float8 conversions of the first one it compiles for.
+            with ProcessPoolExecutor(os.cpu_count()) as pool:
+                for row in pool.map(aot.compile_case, cases):
+                    rows.append(row)
+                    progress.advance(task)
     if args.json:
         json.dump({"rows": [dataclasses.asdict(row) for row in rows]}, sys.stdout, indent=1)
         print()

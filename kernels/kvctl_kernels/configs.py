@@ -96,7 +96,7 @@ def prefill_config(
         )
     if kv_bytes == 4:  # three products each, and twice the bytes
         if head_dim > 64:
-            return AttentionConfig(max(minimum, 16 if wide else 32), 16, 8, 2)
+            return AttentionConfig(minimum, 16, 8, 2)
         return AttentionConfig(max(minimum, 32), 32, 8, 2)
     # Converting one-byte pages costs registers: without the big register files of sm_90 and sm_100 fewer rows fit.
     few_registers = arch in ("sm_80", "sm_120")
