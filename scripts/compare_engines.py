@@ -12,8 +12,11 @@ that is not there is named as not run.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -72,7 +75,9 @@ def run_served(engine: Engine, loads: tuple[Load, ...], runs: int, folder: Path)
     environment = {**peer_environment(), **engine.environment}
     started_s = time.monotonic()
     with log.open("wb") as output:
-        server = subprocess.Popen(engine.command(port), stdout=output, stderr=output, env=environment)
+        server = subprocess.Popen(
+            engine.command(port), stdout=output, stderr=output, env=environment, start_new_session=True
+        )
     try:
         result = Result(engine.name)
         url = f"http://127.0.0.1:{port}"
@@ -97,6 +102,8 @@ def run_served(engine: Engine, loads: tuple[Load, ...], runs: int, folder: Path)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+        with contextlib.suppress(ProcessLookupError):  # processes that outlived it would disturb the next engine
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def run_prefix(engine: Engine, folder: Path) -> tuple[float, float]:

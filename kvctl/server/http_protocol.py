@@ -65,6 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):  # type: ignore[misc]  # uvicorn i
         self._pending_bytes = 0
         self._is_in_request = True
         self._cancel_head_timer()
+        self._unset_keepalive_if_required()  # armed in this very read, where it began with the end of another body
         before = self.cycle
         super().on_headers_complete()
         if before is None or before.response_complete:

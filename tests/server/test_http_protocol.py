@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kvctl.server import http_protocol
+from kvctl.server import http_protocol, web
 from kvctl.server.body import BodyReader
 from tests.server.live import post, raw, read_head, request, running, until
 
@@ -175,6 +175,22 @@ async def test_a_client_that_leaves_with_more_requests_sent_ends_the_running_one
         writer.transport.abort()
         await until(lambda: context.engine.num_unfinished == 0, timeout_s=2)
         assert len(context.engine.seen) == 1
+
+
+async def test_a_stream_right_behind_a_body_that_nobody_wanted_is_not_an_idle_connection(make_context, monkeypatch):
+    """A pooled connection: the end of a refused request's body and the next request come in one read."""
+    monkeypatch.setattr(web, "KEEP_ALIVE_TIMEOUT_S", 0.2)
+    context = make_context(delay_s=0.02)
+    async with running(context) as (_, port):
+        reader, writer = await request(port, post("/v1/nowhere", b"x" * 20), b"x" * 10)
+        status, headers = await read_head(reader)
+        assert status == 404
+        await reader.readexactly(int(headers["content-length"]))
+        writer.write(b"x" * 10 + raw(post("/v1/completions", STREAM), STREAM))
+        assert (await read_head(reader))[0] == 200
+        async with asyncio.timeout(10):
+            assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+        writer.close()
 
 
 async def test_a_client_that_does_not_take_the_last_bytes_is_cut_off(make_context, monkeypatch):
