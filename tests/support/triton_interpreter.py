@@ -87,6 +87,18 @@ def repair() -> None:
             return handle(wide, lhs.dtype.scalar)
         return plain_binary(self, lhs, rhs, op)
 
+    plain_patch = interpreter._patch_lang_core
+
+    def patch_lang_core(lang: Any, *rest: Any) -> Any:
+        """Triton 3.6's interpreter knows AMD's e4m3, but not its name."""
+        result = plain_patch(lang, *rest)
+        plain_type = lang.dtype.to_ir
+        lang.dtype.to_ir = lambda self, builder: (
+            builder.get_fp8e4b8_ty() if self.name == "fp8e4b8" else plain_type(self, builder)
+        )
+        return result
+
+    interpreter._patch_lang_core = patch_lang_core
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
     builder.create_dot = create_dot
