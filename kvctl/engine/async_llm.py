@@ -94,6 +94,7 @@ class AsyncLLM:
         self._inputs: InputProcessor
         self._info: EngineInfo
         self._stall: StallWatch
+        self._is_stalled = False  # as of the last look, and in the log
         self._watching: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._closing = False
@@ -155,8 +156,8 @@ class AsyncLLM:
     @property
     def stall(self) -> str | None:
         """What is wrong with an engine that lives, has work and does not get on; None: nothing is."""
-        stalled_s = self._stall.stalled_s(time.monotonic()) if self.is_alive else None
-        if stalled_s is None:
+        stalled_s = self._stall.stalled_s(time.monotonic())
+        if stalled_s is None or not self._is_stalled or not self.is_alive:
             return None
         return f"the engine has work and has not finished a step for {format_seconds(stalled_s)}"
 
@@ -281,13 +282,12 @@ class AsyncLLM:
             self._client.send(AbortRequests(request_ids))
 
     async def _watch(self, interval_s: float) -> None:
-        was_stalled = False
         while True:
             await asyncio.sleep(interval_s)
             self._stall.look(time.monotonic(), cpu_seconds(self.engine_pid))
-            stall = self.stall
-            if stall is not None and not was_stalled:
-                logger.warning("%s: it is stopped, stuck, or needs a longer --engine-stall-timeout", stall)
-            elif stall is None and was_stalled and self.is_alive:
+            was_stalled = self._is_stalled
+            self._is_stalled = self.is_alive and self._stall.stalled_s(time.monotonic()) is not None
+            if self._is_stalled and not was_stalled:
+                logger.warning("%s: it is stopped, stuck, or needs a longer --engine-stall-timeout", self.stall)
+            elif was_stalled and not self._is_stalled and self.is_alive:
                 logger.info("the engine gets on again")
-            was_stalled = stall is not None
