@@ -216,9 +216,9 @@ def main() -> int:
         run = run_in_process if engine.command is None else run_served
         with tempfile.TemporaryDirectory(prefix="kvctl-compare-") as folder:
             try:
-                results.append(run(engine, loads, options.runs, Path(folder)))
                 if engine.name == "kvctl" and not options.quick:
                     prefix_ms = run_prefix(engine, Path(folder))
+                results.append(run(engine, loads, options.runs, Path(folder)))
             except RuntimeError as error:
                 failed = True
                 not_run[engine.name] = "it failed"

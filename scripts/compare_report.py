@@ -29,10 +29,10 @@ class Load:
     num_requests: int
     input_tokens: int
     output_tokens: int
-    shared_prefix_tokens: int = 0
+    shared_prefix_tokens: int = 0  # in front of the input tokens
 
 
-SHARED_PREFIX = Load("shared prefix", 32, 32, 1088, 16, shared_prefix_tokens=1024)
+SHARED_PREFIX = Load("shared prefix", 32, 32, 64, 16, shared_prefix_tokens=1024)
 
 
 @dataclass(slots=True)
