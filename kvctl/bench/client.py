@@ -13,6 +13,7 @@ from time import perf_counter
 from urllib.parse import urlsplit
 
 from kvctl.bench.http_connection import Exchange, HttpConnection
+from kvctl.bench.kernel_stamps import KernelStamps
 from kvctl.bench.precise_timer import PreciseTimer
 from kvctl.bench.socket_poller import SocketPoller
 from kvctl.bench.stream_decoder import StreamDecoder
@@ -51,7 +52,8 @@ class LoadClient:
         self._addresses: list[str] = []  # the one that answered last comes first
         self._idle: list[HttpConnection] = []
         self._busy: set[HttpConnection] = set()
-        self.clock = ArrivalClock()
+        self._stamps = KernelStamps()
+        self.clock = ArrivalClock(uses_kernel=self._stamps.are_on)
         self._poller = SocketPoller(loop, timer) if self.clock.uses_kernel and self._tls is None else None
         self.num_connections = 0
         head = [
@@ -145,6 +147,7 @@ class LoadClient:
         self._idle.clear()
         if self._poller is not None:
             self._poller.close()
+        self._stamps.close()
 
     def _take_idle(self) -> HttpConnection | None:
         while self._idle:

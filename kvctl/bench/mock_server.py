@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 
 from kvctl.bench.event_loop import new_event_loop
+from kvctl.bench.kernel_stamps import KernelStamps
 from kvctl.bench.mock_connection import MockConnection
 from kvctl.bench.mock_script import MockScript, StreamWriter
 from kvctl.bench.mock_state import MockState
@@ -37,7 +38,8 @@ class MockServer:
         self.port = int(self._socket.getsockname()[1])
         self._loop = asyncio.get_running_loop()
         self._timer = PreciseTimer(self._loop)
-        self._clock = ArrivalClock()
+        self._stamps = KernelStamps()
+        self._clock = ArrivalClock(uses_kernel=self._stamps.are_on)
         self._poller = SocketPoller(self._loop) if self._clock.uses_kernel else None
         self._accepting: set[asyncio.Task[None]] = set()
         self._wires: weakref.WeakSet[SocketWire] = weakref.WeakSet()
@@ -52,6 +54,7 @@ class MockServer:
             wire.close()
         if self._poller is not None:
             self._poller.close()
+        self._stamps.close()
         self._timer.close()
 
     def _accept(self) -> None:

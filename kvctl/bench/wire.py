@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from time import CLOCK_REALTIME, clock_gettime_ns, perf_counter, perf_counter_ns
 from typing import Protocol, cast
 
+from kvctl.bench.kernel_stamps import SO_TIMESTAMPNS
 from kvctl.bench.socket_poller import READ, WRITE, SocketPoller
 from kvctl.metrics.log_histogram import LogHistogram
 
-_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module of Python 3.11 does not name it
 _TIMESPEC = struct.Struct("@qq")
 _iter_timespecs = _TIMESPEC.iter_unpack
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if sys.platform == "linux" else 0
@@ -38,10 +38,8 @@ Read = tuple[bytes, bytes | None, float]  # what came, the kernel's stamp, when 
 class ArrivalClock:
     """Turns the kernel's wall-clock stamps into perf_counter seconds, and keeps how late reads were handled."""
 
-    def __init__(self) -> None:
-        self.uses_kernel = (
-            sys.platform == "linux" and sys.maxsize > 1 << 32
-        )  # False from the first read without a stamp
+    def __init__(self, *, uses_kernel: bool = True) -> None:
+        self.uses_kernel = uses_kernel  # False from the first read without a stamp
         self.lags = LogHistogram()
         self._recent_lags_s = array("d")
         self._offset_s = 0  # wall clock minus perf_counter: whole seconds ...
@@ -139,7 +137,7 @@ class SocketWire:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):  # a sandbox may know no stamps: reads then come without one
-            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+            sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._poller = poller
         self._socket = sock
         self._recvmsg = sock.recvmsg

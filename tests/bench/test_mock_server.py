@@ -159,12 +159,13 @@ async def test_without_the_kernels_clock_asyncio_reads(monkeypatch):
 
     from kvctl.bench import mock_server as module
 
-    class NoKernel(module.ArrivalClock):
-        def __init__(self):
-            super().__init__()
-            self.uses_kernel = False
+    class NoStamps:
+        are_on = False
 
-    monkeypatch.setattr(module, "ArrivalClock", NoKernel)
+        def close(self):
+            pass
+
+    monkeypatch.setattr(module, "KernelStamps", NoStamps)
     server = module.MockServer(MockScript(ttft_s=0.01, gap_s=0.001, tokens=2), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     body = b'{"prompt": "a", "stream": true}'

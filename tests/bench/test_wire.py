@@ -3,11 +3,14 @@
 import asyncio
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
 
 from kvctl.bench.event_loop import new_event_loop
+from kvctl.bench.kernel_stamps import KernelStamps
 from kvctl.bench.socket_poller import SocketPoller
 from kvctl.bench.wire import ArrivalClock, SocketWire
 
@@ -46,10 +49,10 @@ def test_the_moment_is_that_of_the_arrival_though_the_reader_was_busy(pair):
     ours, theirs = pair
 
     async def main():
-        clock = ArrivalClock()
+        stamps = KernelStamps()
+        clock = ArrivalClock(uses_kernel=stamps.are_on)
         reader = Reader(clock)
         wire = SocketWire(SocketPoller(asyncio.get_running_loop()), ours, reader)
-        await asyncio.sleep(0.01)
         theirs.sendall(b"hello")
         sent_s = time.perf_counter()
         time.sleep(0.05)  # the loop is blocked, as a busy client's is
@@ -57,12 +60,37 @@ def test_the_moment_is_that_of_the_arrival_though_the_reader_was_busy(pair):
             await asyncio.sleep(0)
         clock.flush()
         wire.close()
+        stamps.close()
+        assert clock.uses_kernel
         return reader.reads, sent_s, clock.lags
 
     reads, sent_s, lags = run(main())
     assert [data for data, _ in reads] == [b"hello"]
     assert abs(reads[0][1] - sent_s) < 0.04  # the read itself came 50 ms later
     assert lags.percentile_s(50) > 0.045
+
+
+FIRST_READS = """
+from kvctl.bench.kernel_stamps import SO_TIMESTAMPNS, KernelStamps
+import socket
+
+stamps = KernelStamps()
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+    peer, _ = server.accept()
+    client.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+    bare = 0
+    for _ in range(200):
+        peer.send(b"x")
+        bare += not client.recvmsg(1, 64)[1]
+    peer.close()
+stamps.close()
+print(stamps.are_on, bare)
+"""
+
+
+def test_already_the_first_read_of_a_process_has_a_stamp():
+    done = subprocess.run([sys.executable, "-c", FIRST_READS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0"]
 
 
 def test_a_wall_clock_that_was_set_falls_back_to_the_read():
