@@ -23,6 +23,7 @@ import httpx
 from kvctl.engine.model_source import resolve_model
 from kvctl.model.hardware import find_hardware
 from kvctl.model.weight_size import Parallelism
+from kvctl.server.engine_config import CPU_BATCHED_TOKENS
 from kvctl.sizing.request import SizeRequest, size_up
 from kvctl.sizing.sized_model import load_model
 from kvctl.sizing.speed import Band, SpeedModel
@@ -30,7 +31,6 @@ from kvctl.sizing.speed import Band, SpeedModel
 BATCHES = (1, 4, 16, 64)
 READY_S = 180.0
 ROUNDS = 3
-STEP_TOKENS = 2048  # default of kvctl serve (--max-num-batched-tokens)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ async def compare(url: str, server: subprocess.Popen[bytes], speed: SpeedModel, 
         rounds = [await burst(url, model, size, prompt, output, rng) for _ in range(ROUNDS)]
         ttft_s = min(statistics.mean(m.ttft_s for m in r) for r in rounds)
         tpot_s = min(statistics.mean(m.tpot_s for m in r) for r in rounds)
-        ttft, tpot = speed.burst(size, prompt, output, STEP_TOKENS)
+        ttft, tpot = speed.burst(size, prompt, output, CPU_BATCHED_TOKENS)
         print(row("TTFT", size, ttft, ttft_s))
         print(row("TPOT", size, tpot, tpot_s))
         errors += [abs(ttft.value / ttft_s - 1), abs(tpot.value / tpot_s - 1)]

@@ -74,8 +74,10 @@ def _predict(config: RooflineConfig, model_name: str, summary: Mapping[str, Any]
     predicted = throughput(decode.tpot_s.value, prefill.value)
     low, high = throughput(decode.tpot_s.high, prefill.high), throughput(decode.tpot_s.low, prefill.low)
     weight_bytes, kv_bytes = speed.decode_bytes(batch, context)
-    peak_step_s = max((weight_bytes + kv_bytes) / speed.bytes_per_s, speed.step_flops(batch, context) / speed.flops[0])
-    peak_prefill_s = speed.step_flops(max(1, round(input_tokens) - cached), context) / speed.flops[0]
+    peak_step_s = max(
+        (weight_bytes + kv_bytes) / speed.bytes_per_s, speed.step_flops(batch, context, batch) / speed.flops[0]
+    )
+    peak_prefill_s = speed.step_flops(max(1, round(input_tokens) - cached), context, 1) / speed.flops[0]
     ceiling = throughput(peak_step_s, peak_prefill_s)
     needed = round(batch * (input_tokens + output_tokens))
     holds = answer.capacity.kv_tokens if answer.capacity is not None else None

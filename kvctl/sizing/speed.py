@@ -140,9 +140,14 @@ class SpeedModel:
         expert_bytes = max(0.0, (everything - one) / (1 - single))
         return min(everything, one + expert_bytes * (touched - single))
 
-    def step_flops(self, tokens: int, context: int) -> float:
-        """Operations of one GPU for `tokens` tokens in a step, each over `context`."""
-        matrices = 2.0 * (self.weights.active_parameters - self._embedding_parameters()) * tokens
+    def step_flops(self, tokens: int, context: int, scored_tokens: int) -> float:
+        """Operations of one GPU for `tokens` tokens in a step, each over `context`.
+
+        The output head is multiplied for `scored_tokens` of them only: of a prompt, for its last one.
+        """
+        head = self.shape.vocab_size * self.shape.hidden_size
+        layers = self.weights.active_parameters - self._embedding_parameters() - head
+        matrices = 2.0 * (layers * tokens + head * scored_tokens)
         return (matrices + self.attention_flops(tokens, context)) / self.parallel.gpus
 
     def _embedding_parameters(self) -> int:
@@ -171,7 +176,7 @@ class SpeedModel:
     def decode(self, batch: int, context: int) -> DecodeSpeed:
         """Time per output token of `batch` sequences decoding together."""
         weight_bytes, kv_bytes = self.decode_bytes(batch, context)
-        flops = self.step_flops(batch, context)
+        flops = self.step_flops(batch, context, batch)
         total = weight_bytes + kv_bytes
         memory, compute, extra = self._memory(), self._compute(), self._overhead_s()
         high = self._step_s(total, flops, batch, memory.low, compute.low, extra.low)
@@ -192,7 +197,7 @@ class SpeedModel:
         """Time to compute a prompt alone (its queue excluded), the cached prefix left out."""
         new = max(1, prompt_tokens - cached_tokens)
         reach = (prompt_tokens + cached_tokens) // 2
-        flops = self.step_flops(new, max(1, reach))
+        flops = self.step_flops(new, max(1, reach), 1)
         n_bytes = self._weight_bytes(new)
         memory, compute, extra = self._memory(), self._compute(), self._overhead_s()
         return Band(
