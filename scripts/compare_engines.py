@@ -209,7 +209,7 @@ def main() -> int:
             not_run[engine.name] = "not asked for"
             continue
         if engine.missing is not None:
-            not_run[engine.name] = f"there is no {engine.missing}"
+            not_run[engine.name] = f"there is no {str(engine.missing).replace(str(Path.home()), '~')}"
             continue
         console.print(f"{engine.name} ...")
         machine.measure()
