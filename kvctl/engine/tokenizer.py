@@ -5,7 +5,8 @@ the rest of a start. Only a folder without that file goes through transformers. 
 Whatever a caller's text does to it is an InvalidRequest. Floor 2, imports no torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import tokenizers
 
 from kvctl.engine.chat_template import ChatTemplate
 from kvctl.engine.json_file import read_json_object
-from kvctl.errors import InvalidRequest, ModelBroken
+from kvctl.errors import InvalidRequest, KvctlError, ModelBroken
 
 Message = Mapping[str, Any]
 
@@ -24,15 +25,22 @@ def is_tokenizer_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+@contextmanager
+def _named(name: Callable[[BaseException], KvctlError]) -> Iterator[None]:
+    """Say by a name of ours what the tokenizers package fails with."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_tokenizer_error(error):
+            raise
+        raise name(error) from error
+
+
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if path.is_file():
-        try:
+        with _named(lambda error: ModelBroken(f"{path} cannot be read: {error}", hint="Fetch the model again.")):
             return tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as error:
-            if not is_tokenizer_error(error):
-                raise
-            raise ModelBroken(f"{path} cannot be read: {error}", hint="Fetch the model again.") from error
     if not folder.is_dir():
         raise ModelBroken(f"there is no model folder {folder}", hint="Give a folder, a hub id or a .gguf file.")
     from transformers import AutoTokenizer
@@ -114,16 +122,9 @@ class Tokenizer:
             ChatTemplate.load(folder, config) if chat_template is None else ChatTemplate({"default": chat_template})
         )
         backend = _load_backend(folder)
-        try:
+        wrong = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder or a special token is not as it should be"
+        with _named(lambda error: ModelBroken(f"{wrong}: {error}", hint="Fetch the model again.")):
             return cls(backend, config=config, chat_template=template)
-        except BaseException as error:
-            if not is_tokenizer_error(error):
-                raise
-            raise ModelBroken(
-                f"{folder / 'tokenizer_config.json'}: added_tokens_decoder or a special token is not as it should be: "
-                f"{error}",
-                hint="Fetch the model again.",
-            ) from error
 
     # ---- text and ids ----
 
@@ -141,12 +142,9 @@ class Tokenizer:
                 f"{error.start}",
                 param="prompt",
             ) from None
-        try:  # the only way of the package that lets other threads run meanwhile
+        with _named(lambda error: InvalidRequest(f"the model's tokenizer fails on this text: {error}", param="prompt")):
+            # the only way of the package that lets other threads run meanwhile
             [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException as error:
-            if not is_tokenizer_error(error):
-                raise
-            raise InvalidRequest(f"the model's tokenizer fails on this text: {error}", param="prompt") from error
         ids: list[int] = encoding.ids
         if add_special_tokens and self._forced_bos is not None:
             starts_with_bos = bool(ids) and ids[0] == self.bos_token_id
@@ -162,12 +160,10 @@ class Tokenizer:
         Raises:
             InvalidRequest: the tokenizer fails on them.
         """
-        try:
+        with _named(
+            lambda error: InvalidRequest(f"the model's tokenizer fails on these tokens: {error}", param="tokens")
+        ):
             texts: list[str] = self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
-        except BaseException as error:
-            if not is_tokenizer_error(error):
-                raise
-            raise InvalidRequest(f"the model's tokenizer fails on these tokens: {error}", param="tokens") from error
         return texts[0]
 
     def _token_text(self, token_id: int) -> str:
